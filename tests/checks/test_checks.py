@@ -200,6 +200,7 @@ def test_check_reports_and_exit_codes(good: Good, tmp_path: Path) -> None:
     assert [report["ok"] for report in reports] == [True, False]
     assert set(reports[1]["findings"][0]) == {
         "check",
+        "claim",
         "severity",
         "where",
         "expected",

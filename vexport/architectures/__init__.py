@@ -455,7 +455,13 @@ def _backend_note(name: str, architecture: Architecture, version: Version) -> tu
 
 def _note(severity: Severity, name: str, expected: str, got: str, fix: str) -> Finding:
     return Finding(
-        check="architecture", severity=severity, where=name, expected=expected, got=got, fix=fix
+        check="architecture",
+        claim=None,
+        severity=severity,
+        where=name,
+        expected=expected,
+        got=got,
+        fix=fix,
     )
 
 

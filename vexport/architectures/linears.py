@@ -272,6 +272,7 @@ def refused_caches(layers: Sequence[AttentionLayer], linears: Iterable[str]) -> 
     if latent or not layers:
         yield Finding(
             check="kv_cache",
+            claim="precision",
             severity="error",
             where=latent.rpartition(".")[0] if latent else "KV cache",
             expected="attention layers for which vLLM loads KV cache scales",

@@ -252,13 +252,15 @@ def internal_error(where: str, error: Exception) -> Finding:
 
     Other findings are kept, and the command exits with code 4.
     """
-    return Finding.of(unexpected_error(error, where), check=INTERNAL, severity="error")
+    return Finding.of(unexpected_error(error, where), check=INTERNAL, claim=None, severity="error")
 
 
 def error_findings(error: VexportError) -> tuple[Finding, ...]:
     """Convert an error about unreadable files into findings, one for each problem."""
     problems = error.problems if isinstance(error, InputErrors) else (error,)
-    return tuple(Finding.of(problem, check=FILES, severity="error") for problem in problems)
+    return tuple(
+        Finding.of(problem, check=FILES, claim=None, severity="error") for problem in problems
+    )
 
 
 def parts_not_judged(view: CheckpointView) -> Iterator[NotJudged]:

@@ -101,7 +101,9 @@ def _missing_draft_layers(view: CheckpointView) -> Iterator[Finding]:
     expected = f"the tensors of {layers} for multi-token prediction (MTP)"
     got = "no such tensor: vLLM generates text without these layers, but cannot draft with mtp"
     fix = "copy the layers from the source, or serve the model without MTP drafts"
-    yield finding(NAME, f"{view.config_path}: {key}", expected=expected, got=got, fix=fix)
+    yield finding(
+        NAME, f"{view.config_path}: {key}", claim="refused", expected=expected, got=got, fix=fix
+    )
 
 
 def _compare_with_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
@@ -120,7 +122,7 @@ def _compare_with_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[
                 f"{plural(len(lost), 'missing tensor')}"
             )
             fix = "export each expert as separate tensors"
-            yield error(NAME, min(names), expected=expected, got=got, fix=fix)
+            yield error(NAME, min(names), claim="values", expected=expected, got=got, fix=fix)
             missing = {name: where for name, where in missing.items() if name not in lost}
             unexpected = [name for name in unexpected if name not in names]
     for name in unexpected:
@@ -212,7 +214,12 @@ def _unexpected_finding(view: CheckpointView, layout: ModelLayout, name: str) ->
             name, expected, "an unknown tensor that vLLM silently ignores", fix
         )
     return error(
-        NAME, name, expected=expected, got="a tensor for which vLLM has no parameter", fix=fix
+        NAME,
+        name,
+        claim="refused",
+        expected=expected,
+        got="a tensor for which vLLM has no parameter",
+        fix=fix,
     )
 
 
@@ -232,14 +239,14 @@ def _untied_head(view: CheckpointView) -> Iterator[Finding]:
         expected = "no head, or a copy of the embeddings, because tie_word_embeddings is true"
         got = "a different head: vLLM would use it, transformers would use the embeddings"
         fix = "set tie_word_embeddings to false, or remove the head"
-        yield warning(NAME, head.name, expected=expected, got=got, fix=fix)
+        yield warning(NAME, head.name, claim="values", expected=expected, got=got, fix=fix)
 
 
 def _harmless_finding(
     where: str, expected: str, got: str, fix: str = "export the checkpoint again"
 ) -> Finding:
     """Return a warning about a missing or unread tensor that does not change vLLM's outputs."""
-    return warning(NAME, where, expected=expected, got=got, fix=fix)
+    return warning(NAME, where, claim=None, expected=expected, got=got, fix=fix)
 
 
 def _compare_parameters(
@@ -281,7 +288,7 @@ def _compare_parameters(
         got = "a tensor that the layer's scheme does not have"
         config = "config group" if view.quantization.method is None else "config"
         fix = f"remove the tensor, or correct the {config}"
-        yield error(NAME, where, expected=expected, got=got, fix=fix)
+        yield error(NAME, where, claim="refused", expected=expected, got=got, fix=fix)
 
 
 def _missing_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
@@ -293,7 +300,9 @@ def _missing_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]
             others = plural(len(fused.members), "other part")
             expected = f"this part of {fused.projection}, which vLLM fuses with {others}"
             fix = "export the checkpoint again"
-            yield error(NAME, module, expected=expected, got="no such layer", fix=fix)
+            yield error(
+                NAME, module, claim="values", expected=expected, got="no such layer", fix=fix
+            )
 
 
 def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
@@ -319,4 +328,6 @@ def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
 
 def _missing_finding(where: str, expected: str) -> Finding:
     got = "no such tensor: vLLM would use uninitialized memory"
-    return error(NAME, where, expected=expected, got=got, fix="export the checkpoint again")
+    return error(
+        NAME, where, claim="values", expected=expected, got=got, fix="export the checkpoint again"
+    )

@@ -20,7 +20,7 @@ from vexport.checks.vllm.quant_methods import COMPRESSED_TENSORS, METHODS, metho
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import FORMATS
 from vexport.formats.arguments import QuantArgs, contradictions, described, parse_args
-from vexport.records import Finding, Json
+from vexport.records import Claim, Finding, Json
 from vexport.records.patterns import REGEX, expression
 from vexport.version import short_version
 
@@ -80,7 +80,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         where = f"{view.quantization.place}.ignore"
         got = f"the string {shown(ignore)}: vLLM takes each letter as a name"
         fix = "put the string into a list"
-        yield warning(NAME, where, expected="a list of names", got=got, fix=fix)
+        yield warning(NAME, where, claim=None, expected="a list of names", got=got, fix=fix)
     elif not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
         fix = "write a list of names, or [] to ignore no layer"
         yield _finding(view, "ignore", "a list of names", shown(ignore), fix)
@@ -103,7 +103,9 @@ def _unquantized_checkpoint(view: CheckpointView, got: str) -> Finding:
     """
     expected = "a quantized checkpoint"
     fix = "check the quantized checkpoint instead, if this is the unquantized model"
-    return warning(NAME, view.quantization.place, expected=expected, got=got, fix=fix)
+    return warning(
+        NAME, view.quantization.place, claim="precision", expected=expected, got=got, fix=fix
+    )
 
 
 def _method_findings(view: CheckpointView, method: "QuantMethod") -> Iterator[Finding]:
@@ -197,7 +199,7 @@ def _unquantized_inputs(view: CheckpointView, group: ConfigGroup) -> Iterator[Fi
     expected = "input_activations that vLLM quantizes"
     got = f"inputs that vLLM leaves in 16 bits: {inputs}"
     fix = "remove input_activations and the input scales, or quantize again (same accuracy)"
-    yield warning(NAME, where, expected=expected, got=got, fix=fix)
+    yield warning(NAME, where, claim="precision", expected=expected, got=got, fix=fix)
 
 
 def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:
@@ -228,7 +230,7 @@ def _patterns(view: CheckpointView) -> Iterator[Finding]:
 
 def _finding(view: CheckpointView, key: str, expected: str, got: str, fix: str) -> Finding:
     where = view.quantization.place + (f".{key}" if key else "")
-    return error(NAME, where, expected=expected, got=got, fix=fix)
+    return error(NAME, where, claim="refused", expected=expected, got=got, fix=fix)
 
 
 def unsupported_method(view: CheckpointView) -> str | None:
@@ -245,7 +247,7 @@ def _unsupported_method_finding(view: CheckpointView, method: str) -> Iterator[F
     expected = f"{COMPRESSED_TENSORS}, or another method that vexport checks: {', '.join(METHODS)}"
     got = f"{shown(method)}, which vLLM {vllm} does not support"
     fix = "quantize the source with a supported method"
-    yield error(NAME, view.quantization.place, expected=expected, got=got, fix=fix)
+    yield error(NAME, view.quantization.place, claim="refused", expected=expected, got=got, fix=fix)
 
 
 def transforms(view: CheckpointView) -> Iterator[Finding]:
@@ -258,7 +260,7 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
         if transform.location not in (INPUT, OUTPUT):
             expected = "transforms of the inputs or outputs of linear layers (vLLM has no others)"
             got = f"a transform at {transform.location}"
-            yield _transform_finding(f"{where}.{transform.scheme}", expected, got)
+            yield _transform_finding(f"{where}.{transform.scheme}", expected, got, claim="values")
             continue
         yield from _matrix(view, transform)
         for fused in view.model.fused_layers:
@@ -270,7 +272,14 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
             f"the transforms {', '.join(names)}" if len(names) > 1 else f"the transform {names[0]}"
         )
         fix = "serve it on one GPU, or merge the rotations into the weights"
-        yield error(TRANSFORMS_NAME, f"{where} (tp {ranks})", expected=expected, got=got, fix=fix)
+        yield error(
+            TRANSFORMS_NAME,
+            f"{where} (tp {ranks})",
+            claim="refused",
+            expected=expected,
+            got=got,
+            fix=fix,
+        )
 
 
 def _matrix(view: CheckpointView, transform: OnlineTransform) -> Iterator[Finding]:
@@ -282,7 +291,9 @@ def _matrix(view: CheckpointView, transform: OnlineTransform) -> Iterator[Findin
     """
     if not any(name.endswith(f".{transform.submodule}.weight") for name in view.index.tensors):
         expected = f"the matrix of the {transform.kind} transform, stored with one of its layers"
-        yield _transform_finding(f"{transform.submodule}.weight", expected, "no such tensor")
+        yield _transform_finding(
+            f"{transform.submodule}.weight", expected, "no such tensor", claim="values"
+        )
 
 
 def _transformed_layer(
@@ -294,22 +305,28 @@ def _transformed_layer(
         return
     if moe_layer(rotated[0]) is not None:
         expected = "no online transform of routed experts, because vLLM does not compute it"
-        yield _transform_finding(fused.name, expected, f"the transform {transform.submodule}")
+        yield _transform_finding(
+            fused.name, expected, f"the transform {transform.submodule}", claim="values"
+        )
     elif transform.location == INPUT and len(rotated) < len(fused.members):
         expected = "the same input transform for all layers that vLLM fuses"
         yield _transform_finding(
-            fused.name, expected, f"{transform.submodule} only for {' and '.join(rotated)}"
+            fused.name,
+            expected,
+            f"{transform.submodule} only for {' and '.join(rotated)}",
+            claim="refused",
         )
     if any("bias" in view.model.modules[member] for member in rotated):
         expected = "no bias in layers with an online transform (vLLM asserts this)"
         got = f"a bias, and the transform {transform.submodule}"
-        yield _transform_finding(fused.name, expected, got)
+        yield _transform_finding(fused.name, expected, got, claim="refused")
 
 
-def _transform_finding(where: str, expected: str, got: str) -> Finding:
+def _transform_finding(where: str, expected: str, got: str, *, claim: Claim) -> Finding:
     return error(
         TRANSFORMS_NAME,
         where,
+        claim=claim,
         expected=expected,
         got=got,
         fix="use only rotations that are merged into the weights (R1, R2)",

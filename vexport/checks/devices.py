@@ -76,7 +76,12 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
         got = f"a GPU on which vLLM has no attention backend for an FP8 cache ({reason})"
         fix = "serve it on another GPU, or with --kv-cache-dtype bfloat16 (float16 below SM 80)"
         yield error(
-            NAME, f"the FP8 KV cache (sm {_sm_list(refusing)})", expected=expected, got=got, fix=fix
+            NAME,
+            f"the FP8 KV cache (sm {_sm_list(refusing)})",
+            claim="refused",
+            expected=expected,
+            got=got,
+            fix=fix,
         )
 
 
@@ -86,7 +91,14 @@ def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
     if got := heads.uneven(ranks):
         expected = f"attention heads that can be divided over {ranks} ranks"
         fix = f"serve it on {heads.possible_gpus}"
-        yield error(NAME, f"{view.config_path} (tp {ranks})", expected=expected, got=got, fix=fix)
+        yield error(
+            NAME,
+            f"{view.config_path} (tp {ranks})",
+            claim="refused",
+            expected=expected,
+            got=got,
+            fix=fix,
+        )
 
 
 def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
@@ -113,7 +125,7 @@ def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
         expected = f"a layer that vLLM can run on {plural(ranks, 'rank')}"
         # A layer that vLLM cannot run on a single rank cannot run on more ranks either.
         fix = FIX_LAYERS if ranks == 1 else f"serve it on another number of GPUs, or {FIX_LAYERS}"
-        yield error(NAME, where, expected=expected, got=reason, fix=fix)
+        yield error(NAME, where, claim="refused", expected=expected, got=reason, fix=fix)
 
 
 def _by_group(view: CheckpointView) -> list[tuple[ConfigGroup, list[FusedLayer]]]:
@@ -153,7 +165,7 @@ def _capabilities(
             finding, got = warning, support.after_loading
             fix = f"try to load it on such a GPU, or store it as {PACKED.name}"
         where = f"{layers}, sm {_sm_list(refusing)})"
-        yield finding(NAME, where, expected=expected, got=got, fix=fix)
+        yield finding(NAME, where, claim="refused", expected=expected, got=got, fix=fix)
     running = [sm for sm in capabilities if sm not in refusing]
     kinds = layer_kinds(with_stars(fused.name) for fused in fused_layers)
     for bits in dict.fromkeys(support.bits(sm) for sm in running):

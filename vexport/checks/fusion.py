@@ -107,6 +107,7 @@ def _finding(
     """Return a finding that lists the members' values."""
     return Finding(
         check=NAME,
+        claim="values",
         severity=severity,
         where=f"{fused.name}: {parameter}",
         expected="one value for all layers that vLLM fuses",

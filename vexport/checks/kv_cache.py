@@ -58,7 +58,9 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         where = f"{view.quantization.place}.kv_cache_scheme"
         expected = f"float, 8 bits, symmetric, strategy {' or '.join(STRATEGIES)}"
         fix = "quantize the KV cache again, or remove the key"
-        yield error(NAME, where, expected=expected, got=json.dumps(scheme), fix=fix)
+        yield error(
+            NAME, where, claim="refused", expected=expected, got=json.dumps(scheme), fix=fix
+        )
         return
     for module, parameter, tensor in cache_scales(view):
         if tensor is None:
@@ -67,7 +69,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             fix = "quantize the KV cache again, or remove kv_cache_scheme"
             # Producers that use other methods may rely on vLLM's default scale on purpose.
             finding = error if view.quantization.method is None else warning
-            yield finding(NAME, where, expected=expected, got=got, fix=fix)
+            yield finding(NAME, where, claim="values", expected=expected, got=got, fix=fix)
         else:
             yield from _number_of_scales(view, tensor, per_head=scheme["strategy"] == "attn_head")
             yield from _values(view, module, parameter, tensor)
@@ -86,7 +88,12 @@ def _undeclared_scheme(view: CheckpointView) -> Iterator[Finding]:
         expected = "a scheme, because all attention layers have scales of the FP8 KV cache"
         got = "no such key: vLLM would not quantize the KV cache"
         yield error(
-            NAME, where, expected=expected, got=got, fix="set kv_cache_scheme, or remove the scales"
+            NAME,
+            where,
+            claim="precision",
+            expected=expected,
+            got=got,
+            fix="set kv_cache_scheme, or remove the scales",
         )
 
 
@@ -182,7 +189,9 @@ def _values(
     most = MAX_SCALE if bound is None else min(MAX_SCALE, bound / E4M3_MAX)
     if (values == PLACEHOLDER).all():
         got = "1, which is vLLM's default without a scale"
-        yield warning(NAME, tensor.name, expected="a calibrated scale", got=got, fix=FIX)
+        yield warning(
+            NAME, tensor.name, claim="values", expected="a calibrated scale", got=got, fix=FIX
+        )
     elif values.max() > most:
         got = f"{values.max():g}, which looks like a reciprocal"
         yield _scale_finding(tensor, f"scales of at most {most:.3g}", got)
@@ -202,4 +211,4 @@ def _outputs_only_zeros(view: CheckpointView, module: str) -> bool:
 
 
 def _scale_finding(tensor: TensorInfo, expected: str, got: str) -> Finding:
-    return error(NAME, tensor.name, expected=expected, got=got, fix=FIX)
+    return error(NAME, tensor.name, claim="values", expected=expected, got=got, fix=FIX)

@@ -10,7 +10,7 @@ from vexport.architectures.layout_table import ClassLayout, get_layout
 from vexport.architectures.rotary import table_bytes, wrong_numbers
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.view import CheckpointView
-from vexport.records import Finding, Json, NotJudged
+from vexport.records import Claim, Finding, Json, NotJudged
 from vexport.version import short_version
 
 NAME = "model"
@@ -42,19 +42,23 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     yield from _labels(view)
     if impossible := impossible_size(config, len(view.index.tensors)):
         key, got = impossible
-        yield _config_finding(view, key, "a number that fits the stored tensors", got)
+        yield _config_finding(
+            view, key, "a number that fits the stored tensors", got, claim="refused"
+        )
         return
     entry = get_layout(view.model.class_name, view.model.version)
     if entry is not None:
         for key, value in oversized(entry, config):
-            yield _config_finding(view, key, "a possible size of a tensor", shown(value))
+            yield _config_finding(
+                view, key, "a possible size of a tensor", shown(value), claim="refused"
+            )
         for key in missing_sizes(entry, config):
             got = (
                 shown(config[key])
                 if key in config
                 else "no such key: transformers would use its default"
             )
-            yield _config_finding(view, key, "a whole number above zero", got)
+            yield _config_finding(view, key, "a whole number above zero", got, claim="refused")
         yield from _sizes(view, entry, text_config(config))
 
 
@@ -75,7 +79,9 @@ def _overflowing_dtype(view: CheckpointView) -> Iterator[Finding]:
         expected = "bfloat16, in which the norms are stored"
         got = f"{dtype}: vLLM would run the model in {dtype}, and large values would overflow"
         finding = warning if meant else error
-        yield finding(NAME, where, expected=expected, got=got, fix="set dtype to bfloat16")
+        yield finding(
+            NAME, where, claim="values", expected=expected, got=got, fix="set dtype to bfloat16"
+        )
 
 
 def _class(view: CheckpointView) -> Iterator[Finding]:
@@ -94,10 +100,16 @@ def _invalid_names(view: CheckpointView) -> Iterator[Finding]:
     kind, names = view.index.config.get("model_type"), view.index.config.get("architectures")
     if not isinstance(kind, str) or not kind:
         yield _config_finding(
-            view, "model_type", "transformers' name of the architecture", shown(kind)
+            view,
+            "model_type",
+            "transformers' name of the architecture",
+            shown(kind),
+            claim="refused",
         )
     elif names is not None and not isinstance(names, list):
-        yield _config_finding(view, "architectures", "a list of names", shown(names))
+        yield _config_finding(
+            view, "architectures", "a list of names", shown(names), claim="refused"
+        )
 
 
 def _unknown_class(view: CheckpointView) -> Iterator[Finding]:
@@ -109,7 +121,9 @@ def _unknown_class(view: CheckpointView) -> Iterator[Finding]:
     name, table = view.model.class_name, architecture_table(view.model.version)
     if not name:
         got = "no such key, and an unknown model_type"
-        yield _config_finding(view, "architectures", "the name of the model class", got)
+        yield _config_finding(
+            view, "architectures", "the name of the model class", got, claim="refused"
+        )
         return
     of_transformers = transformers_models(_kind(view), view.model.version) or ()
     has_code = "auto_map" in view.index.config or name in of_transformers
@@ -120,7 +134,7 @@ def _unknown_class(view: CheckpointView) -> Iterator[Finding]:
     if reason is None or reason.startswith(REMOVED):
         expected = f"a class of vLLM {short_version(view.model.version)} or of transformers"
         got = f"{name}, an unknown class" if reason is None else f"{name}: {reason}"
-        yield _config_finding(view, "architectures", expected, got)
+        yield _config_finding(view, "architectures", expected, got, claim="refused")
 
 
 def class_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
@@ -139,7 +153,9 @@ def _missing_output_layer(view: CheckpointView) -> Iterator[Finding]:
         CLASSIFIER_LAYERS.search(tensor) for tensor in view.index.tensors
     ):
         got = f"{name}, but no tensor of its output layer"
-        yield _config_finding(view, "architectures", "a class with all its tensors stored", got)
+        yield _config_finding(
+            view, "architectures", "a class with all its tensors stored", got, claim="values"
+        )
 
 
 def _wrong_model_type(view: CheckpointView) -> Iterator[Finding]:
@@ -153,7 +169,7 @@ def _wrong_model_type(view: CheckpointView) -> Iterator[Finding]:
     known_class = get_layout(name, view.model.version) is not None and "auto_map" not in config
     known_kind = kind in models or transformers_models(kind, view.model.version) is not None
     if known_class and not known_kind:
-        yield _config_finding(view, "model_type", f"the model type of {name}", kind)
+        yield _config_finding(view, "model_type", f"the model type of {name}", kind, claim="values")
     elif name in models.values() and models.get(kind, name) != name:
         meant = layout_of(
             models[kind], config, view.model.architecture, view.index.tensors, view.model.version
@@ -161,7 +177,9 @@ def _wrong_model_type(view: CheckpointView) -> Iterator[Finding]:
         layout = view.model.layout
         missing = meant and layout and meant.parameters.keys() - layout.parameters.keys()
         if layout is None or missing and missing & view.index.tensors.keys():
-            yield _config_finding(view, "model_type", f"the model type of {name}", kind)
+            yield _config_finding(
+                view, "model_type", f"the model type of {name}", kind, claim="values"
+            )
 
 
 def _missing_class_name(view: CheckpointView) -> Iterator[Finding]:
@@ -173,11 +191,11 @@ def _missing_class_name(view: CheckpointView) -> Iterator[Finding]:
     where, expected = f"{view.config_path}: architectures", "the name of the model class"
     if base not in GENERATING_BASES:
         got = f"no such key: vLLM would use {base} for {kind}, which computes embeddings, not text"
-        yield _config_finding(view, "architectures", expected, got)
+        yield _config_finding(view, "architectures", expected, got, claim="values")
         return
     got = f"no such key: vLLM uses {name} for model_type {kind}"
     fix = f'add "architectures": ["{name}"]'
-    yield warning(NAME, where, expected=expected, got=got, fix=fix)
+    yield warning(NAME, where, claim="values", expected=expected, got=got, fix=fix)
 
 
 def _kind(view: CheckpointView) -> str:
@@ -196,12 +214,17 @@ def _sizes(
             "num_key_value_heads",
             f"a divisor of num_attention_heads {shown(heads)}",
             shown(keys),
+            claim="refused",
         )
     # vLLM accepts any epsilon without an error.
     epsilon = config.get("rms_norm_eps", LARGEST_EPSILON)
     if isinstance(epsilon, float) and not 0 <= epsilon <= LARGEST_EPSILON:
         yield _config_finding(
-            view, "rms_norm_eps", f"a number from 0 to {LARGEST_EPSILON}", shown(epsilon)
+            view,
+            "rms_norm_eps",
+            f"a number from 0 to {LARGEST_EPSILON}",
+            shown(epsilon),
+            claim="values",
         )
     # vLLM also accepts two different descriptions of RoPE, and uses only one of them.
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
@@ -212,14 +235,18 @@ def _sizes(
     if isinstance(new, dict) and isinstance(old, dict) and new != old and scaled:
         got = f"{shown(old)}, but different rope_parameters {shown(new)}"
         yield _config_finding(
-            view, "rope_scaling", "the same values as rope_parameters, or no key", got
+            view,
+            "rope_scaling",
+            "the same values as rope_parameters, or no key",
+            got,
+            claim="values",
         )
 
 
 def _positions(view: CheckpointView) -> Iterator[Finding]:
     """Report invalid numbers in RoPE settings, and position tables that do not fit into memory."""
     for wrong in wrong_numbers(view.index.config):
-        yield _config_finding(view, wrong.key, wrong.need, shown(wrong.value))
+        yield _config_finding(view, wrong.key, wrong.need, shown(wrong.value), claim="values")
     num_bytes = table_bytes({"dtype": view.index.config.get("dtype"), **view.model.text})
     if num_bytes > MAX_TABLE_BYTES:
         expected = f"a rotary table of at most {MAX_TABLE_BYTES >> 30} GiB"
@@ -232,7 +259,7 @@ def _positions(view: CheckpointView) -> Iterator[Finding]:
             "model was trained with"
         )
         where = f"{view.config_path}: max_position_embeddings"
-        yield warning(NAME, where, expected=expected, got=got, fix=fix)
+        yield warning(NAME, where, claim="values", expected=expected, got=got, fix=fix)
 
 
 def _labels(view: CheckpointView) -> Iterator[Finding]:
@@ -240,9 +267,13 @@ def _labels(view: CheckpointView) -> Iterator[Finding]:
     count = view.index.config.get("num_labels")
     if isinstance(count, int) and count > MAX_LABELS:
         expected = f"at most {MAX_LABELS:,}, because transformers creates a name for each label"
-        yield _config_finding(view, "num_labels", expected, shown(count))
+        yield _config_finding(view, "num_labels", expected, shown(count), claim="refused")
 
 
-def _config_finding(view: CheckpointView, key: str, expected: str, got: str) -> Finding:
+def _config_finding(
+    view: CheckpointView, key: str, expected: str, got: str, *, claim: Claim
+) -> Finding:
     fix = "use the model's original config.json"
-    return error(NAME, f"{view.config_path}: {key}", expected=expected, got=got, fix=fix)
+    return error(
+        NAME, f"{view.config_path}: {key}", claim=claim, expected=expected, got=got, fix=fix
+    )

@@ -146,6 +146,7 @@ def codes_out_of_range(
         yield error(
             CHECK,
             weight.name,
+            claim="values",
             expected=expected,
             got=got,
             fix="correct num_bits in the config group",
@@ -165,7 +166,9 @@ def not_finite(view: CheckpointView) -> Iterator[Finding]:
         if bad := _count_not_finite(view, tensor, infinity=weights):
             expected = "finite values" if weights else "numbers"
             got = plural(bad, "NaN or infinite value" if weights else "NaN value")
-            yield error(CHECK, tensor.name, expected=expected, got=got, fix=FIX_TENSOR)
+            yield error(
+                CHECK, tensor.name, claim="values", expected=expected, got=got, fix=FIX_TENSOR
+            )
 
 
 def _count_not_finite(view: CheckpointView, tensor: TensorInfo, *, infinity: bool) -> int:
@@ -222,7 +225,9 @@ def all_zero_tensors(view: CheckpointView) -> Iterator[Finding]:
             continue
         if is_zero(view, tensor):
             expected = "values other than zero"
-            yield error(CHECK, name, expected=expected, got="only zeros", fix=FIX_TENSOR)
+            yield error(
+                CHECK, name, claim="values", expected=expected, got="only zeros", fix=FIX_TENSOR
+            )
 
 
 def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
@@ -283,13 +288,13 @@ def impossible_input_scale(
     fix = "calibrate again: the value is not this layer's scale, or is its reciprocal"
     if largest > most * RANGE_TOLERANCE:
         expected = f"a scale for inputs up to {most:.3g}, the largest output of the preceding norm"
-        yield error(CHECK, name, expected=expected, got=got, fix=fix)
+        yield error(CHECK, name, claim="values", expected=expected, got=got, fix=fix)
     elif largest < least / RANGE_TOLERANCE:
         expected = (
             f"a scale for inputs up to {least:.3g} or more, because the preceding norm outputs a "
             f"value of at least this size for each token"
         )
-        yield error(CHECK, name, expected=expected, got=got, fix=fix)
+        yield error(CHECK, name, claim="values", expected=expected, got=got, fix=fix)
 
 
 def _static_scale(

@@ -16,7 +16,7 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import alternatives
 from vexport.formats.base import EXPERT, Parameter, partition_of
 from vexport.numerics import INT32_BITS
-from vexport.records import FLOATING, Finding, TensorInfo
+from vexport.records import FLOATING, Claim, Finding, TensorInfo
 
 NAME = "shapes"
 # Findings on a tensor's shape have an `expected` that starts with this text. All other findings are
@@ -136,10 +136,10 @@ def _dtype(
     if is_negligible or is_lossless_cast(view.reader, tensor, expected.dtype):
         loss = "a rounding error of at most 0.4%" if is_negligible else "no loss"
         got = f"{tensor.dtype}, which vLLM casts, with {loss}"
-        yield warning(NAME, tensor.name, expected=wanted, got=got, fix=FIX_EXPORT)
+        yield warning(NAME, tensor.name, claim="values", expected=wanted, got=got, fix=FIX_EXPORT)
     else:
         got = f"{tensor.dtype}: vLLM would cast the values and change them"
-        yield error(NAME, tensor.name, expected=wanted, got=got, fix=FIX_EXPORT)
+        yield error(NAME, tensor.name, claim="values", expected=wanted, got=got, fix=FIX_EXPORT)
 
 
 def _shape(
@@ -165,10 +165,12 @@ def _shape(
         and dimension in expected.along
         and _is_narrowed(tensor.shape, expected.shape, dimension)
     ):
-        yield warning(NAME, tensor.name, expected=wanted, got=got + NARROWED, fix=FIX_EXPORT)
+        yield warning(
+            NAME, tensor.name, claim="values", expected=wanted, got=got + NARROWED, fix=FIX_EXPORT
+        )
     else:
         fix = f"{FIX_EXPORT}, or correct the config"
-        yield error(NAME, tensor.name, expected=wanted, got=got, fix=fix)
+        yield error(NAME, tensor.name, claim="refused", expected=wanted, got=got, fix=fix)
 
 
 def _is_narrowed(stored: tuple[int, ...], expected: Shape, dimension: int | None) -> bool:
@@ -202,7 +204,9 @@ def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
                     f"{dtype}, which is less precise; this changes the outputs no more than "
                     f"rounding the weights does"
                 )
-                yield warning(NAME, name, expected=expected, got=got, fix=FIX_EXPORT)
+                yield warning(
+                    NAME, name, claim="values", expected=expected, got=got, fix=FIX_EXPORT
+                )
 
 
 def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]]:
@@ -248,17 +252,25 @@ def _unquantized_tensor(
     if tensor.dtype not in FLOATING:
         expected_dtype = f"dtype {alternatives(sorted(FLOATING))}"
         got = f"{tensor.dtype}: vLLM would cast the values and change them"
-        yield error(NAME, name, expected=expected_dtype, got=got, fix=FIX_EXPORT)
+        yield error(NAME, name, claim="values", expected=expected_dtype, got=got, fix=FIX_EXPORT)
     elif _loses_in_bfloat16(view, tensor):
         got = "F16 with values that BF16 cannot represent: vLLM rounds them, or the dtype is wrong"
-        yield error(NAME, name, expected="dtype BF16, the model's dtype", got=got, fix=FIX_EXPORT)
+        yield error(
+            NAME,
+            name,
+            claim="values",
+            expected="dtype BF16, the model's dtype",
+            got=got,
+            fix=FIX_EXPORT,
+        )
     known = any(size is not None for size in shape)
     if known and not _has_shape(tensor, shape):
         narrowed = _is_narrowed(tensor.shape, shape, dimension)
         wanted = f"{SHAPE}{list(shape)}, from the sizes of {view.model.class_name} in config.json"
         got = f"{list(tensor.shape)}{NARROWED if narrowed else ''}"
         fix = f"{FIX_EXPORT}, or correct config.json"
-        yield error(NAME, name, expected=wanted, got=got, fix=fix)
+        claim: Claim = "values" if narrowed else "refused"
+        yield error(NAME, name, claim=claim, expected=wanted, got=got, fix=fix)
 
 
 def _has_shape(tensor: TensorInfo, shape: Shape) -> bool:
@@ -295,13 +307,15 @@ def _compare_widths(
     if len(set(widths.values())) > 1:
         expected = "the same in_features in all layers that vLLM fuses"
         got = ", ".join(f"{module.rpartition('.')[2]} {width}" for module, width in widths.items())
-        yield error(NAME, fused.name, expected=expected, got=got, fix=FIX_EXPORT)
+        yield error(NAME, fused.name, claim="refused", expected=expected, got=got, fix=FIX_EXPORT)
     size = group.weights.group_size
     for module, width in widths.items():
         if size and size > 0 and width % size:
             expected = f"in_features that are a multiple of group_size {size}"
             fix = "quantize the layer with another group size, or keep it unquantized"
-            yield error(NAME, module, expected=expected, got=f"in_features {width}", fix=fix)
+            yield error(
+                NAME, module, claim="values", expected=expected, got=f"in_features {width}", fix=fix
+            )
 
 
 def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> Iterator[Finding]:
@@ -315,4 +329,4 @@ def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -
     if reason := group.storage.unsupported_shape(group, partition_of(parts, 1, "none")):
         expected = "a layer that vLLM can run with block scales"
         fix = "quantize the layer per channel, or keep it unquantized"
-        yield error(NAME, fused.name, expected=expected, got=reason, fix=fix)
+        yield error(NAME, fused.name, claim="refused", expected=expected, got=reason, fix=fix)

@@ -84,7 +84,14 @@ def _unlisted_files(view: CheckpointView, places: Mapping[str, TensorInfo]) -> I
         expected = "a single safetensors file, or an index of all files"
         got = f"a tensor in {places[name].file.name}, which vLLM loads, too"
         fix = "remove the file that does not belong to the checkpoint, or write an index"
-        yield (error if refused else warning)(NAME, name, expected=expected, got=got, fix=fix)
+        yield (error if refused else warning)(
+            NAME,
+            name,
+            claim="refused" if refused else "values",
+            expected=expected,
+            got=got,
+            fix=fix,
+        )
 
 
 def _duplicate_finding(
@@ -99,14 +106,14 @@ def _duplicate_finding(
     if same_bytes(view.reader, first, view.reader, second):
         got = f"the same values in {files}"
         fix = "remove one of the two copies"
-        return warning(NAME, first.name, expected=expected, got=got, fix=fix)
+        return warning(NAME, first.name, claim="values", expected=expected, got=got, fix=fix)
     got = f"different values in {files}"
     if unread:
         got = f"{got}; vLLM uses the values in {second.file.name}"
         fix = f"remove {first.file.name}"
-        return warning(NAME, first.name, expected=expected, got=got, fix=fix)
+        return warning(NAME, first.name, claim="values", expected=expected, got=got, fix=fix)
     fix = "remove the wrong copy: vLLM uses the copy that it reads last, which can be either"
-    return error(NAME, first.name, expected=expected, got=got, fix=fix)
+    return error(NAME, first.name, claim="values", expected=expected, got=got, fix=fix)
 
 
 def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
@@ -137,7 +144,7 @@ def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[F
             )
             expected = "an index with the file of each tensor"
             fix = "write the index again: loaders other than vLLM's use these entries"
-            yield warning(NAME, where, expected=expected, got=got, fix=fix)
+            yield warning(NAME, where, claim=None, expected=expected, got=got, fix=fix)
 
 
 def digests(view: CheckpointView) -> Iterator[Finding]:
@@ -157,7 +164,14 @@ def digests(view: CheckpointView) -> Iterator[Finding]:
             f"no comparison: the weights have {num_bytes / 1e9:,.0f} GB, and weights of more than "
             f"{MAX_BYTES / 1e9:.0f} GB are only read with --digests"
         )
-        yield info(DIGESTS_NAME, where, expected=expected, got=got, fix=f"add --digests {RECIPE}")
+        yield info(
+            DIGESTS_NAME,
+            where,
+            claim=None,
+            expected=expected,
+            got=got,
+            fix=f"add --digests {RECIPE}",
+        )
         recorded = {}
     yield from _compare_digests(
         view, recorded, f"if it was changed on purpose, remove {DIGESTS!r} from {RECIPE}"
@@ -199,4 +213,6 @@ def _compare_digests(
             expected = f"digest {digest}, as recorded"
             got = f"digest {actual[name]}" if name in actual else "no such file"
             fix = f"download or export the file again; {alternative}"
-            yield error(DIGESTS_NAME, str(root / name), expected=expected, got=got, fix=fix)
+            yield error(
+                DIGESTS_NAME, str(root / name), claim="values", expected=expected, got=got, fix=fix
+            )

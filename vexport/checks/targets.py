@@ -11,7 +11,7 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import PACKED
 from vexport.formats.arguments import described
 from vexport.numerics import INT32_BITS
-from vexport.records import FLOATING, Finding
+from vexport.records import FLOATING, Claim, Finding
 from vexport.version import short_version
 
 NAME = "targets"
@@ -36,7 +36,12 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             )
             fix = f"list all of them in {_skip_key(view)}, or none"
             yield error(
-                NAME, fused.name, expected=expected, got=f"only {', '.join(ignored)}", fix=fix
+                NAME,
+                fused.name,
+                claim="refused",
+                expected=expected,
+                got=f"only {', '.join(ignored)}",
+                fix=fix,
             )
             continue
         if view.model.architecture.is_embedding(fused.name) and view.layers.is_quantized(fused):
@@ -94,7 +99,9 @@ def _stacked_experts(view: CheckpointView) -> Iterator[Finding]:
 
 def _unquantized(module: str, group: ConfigGroup, kind: str, fix: str) -> Finding:
     expected = f"quantized tensors ({group.format}), because {group.name} targets this {kind}"
-    return error(NAME, module, expected=expected, got="an unquantized weight", fix=fix)
+    # vLLM casts a weight to the scheme's dtype if the parameter has the same name.
+    claim: Claim = "values" if group.storage.weight == "weight" else "refused"
+    return error(NAME, module, claim=claim, expected=expected, got="an unquantized weight", fix=fix)
 
 
 def _quantized_embedding(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
@@ -107,7 +114,7 @@ def _quantized_embedding(view: CheckpointView, fused: FusedLayer) -> Iterator[Fi
         stored = ", ".join(quantized_parameters(view.model.modules[fused.name]))
         got = f"quantized tensors ({stored}): {reason}"
         fix = "quantize again with the embedding in ignore"
-        yield error(NAME, fused.name, expected=expected, got=got, fix=fix)
+        yield error(NAME, fused.name, claim="refused", expected=expected, got=got, fix=fix)
 
 
 def _embedding_refusal(view: CheckpointView, fused: FusedLayer) -> str | None:
@@ -173,7 +180,7 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
                     f"; for experts without a gate, vLLM also looks up {layer}.0.{ABSENT_UP}: "
                     f"add it to the targets"
                 )
-            yield error(NAME, layer, expected=expected, got=got, fix=fix)
+            yield error(NAME, layer, claim="refused", expected=expected, got=got, fix=fix)
 
 
 def _compare_layer(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
@@ -209,7 +216,7 @@ def _quantized_without_group(
     elif is_head(fused.name):
         got = "a quantized output head, but no separate target"
         fix = 'add "re:.*lm_head" to the targets'
-    return error(NAME, module, expected=expected, got=got, fix=fix)
+    return error(NAME, module, claim="refused", expected=expected, got=got, fix=fix)
 
 
 def _skip_key(view: CheckpointView) -> str:

@@ -50,10 +50,10 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         return
     place, expected = str(root / TOKENIZER), "a tokenizer"
     if SETTINGS in names:
-        yield error(NAME, place, expected=expected, got="no such file", fix=FIX)
+        yield error(NAME, place, claim="refused", expected=expected, got="no such file", fix=FIX)
     else:
         got = "no tokenizer: `vllm serve` needs the option --tokenizer"
-        yield warning(NAME, place, expected=expected, got=got, fix=FIX)
+        yield warning(NAME, place, claim=None, expected=expected, got=got, fix=FIX)
 
 
 def _processor(
@@ -78,7 +78,12 @@ def _processor(
         got = "neither file: vLLM only starts with --language-model-only"
         fix = "copy the source's files"
         yield finding(
-            NAME, str(view.index.root / PROCESSORS[0]), expected=expected, got=got, fix=fix
+            NAME,
+            str(view.index.root / PROCESSORS[0]),
+            claim="refused",
+            expected=expected,
+            got=got,
+            fix=fix,
         )
 
 
@@ -96,7 +101,7 @@ def _template(root: Path, names: Sequence[str]) -> Iterator[Finding]:
         expected = "a chat template, if the model is used for chat"
         got = "no chat template: vLLM can complete text, but refuses chat requests"
         fix = "copy the source's chat template, or serve the model with --chat-template"
-        yield info(NAME, str(root / TEMPLATES[0]), expected=expected, got=got, fix=fix)
+        yield info(NAME, str(root / TEMPLATES[0]), claim=None, expected=expected, got=got, fix=fix)
 
 
 def _invalid_file(path: Path, severity: Severity) -> Iterator[Finding]:
@@ -113,7 +118,7 @@ def _invalid_file(path: Path, severity: Severity) -> Iterator[Finding]:
                     fix=FIX,
                 )
     except InputError as problem:
-        yield Finding.of(problem, check=NAME, severity=severity)
+        yield Finding.of(problem, check=NAME, claim="refused", severity=severity)
 
 
 def open_tokenizer(path: Path) -> Tokenizer:

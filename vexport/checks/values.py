@@ -189,7 +189,9 @@ def _scale(
     if parameter == "input_scale" and values.min() < 0:
         got = "a negative scale, which does no harm because its sign cancels"
         fix = "store its absolute value"
-        yield warning(NAME, tensor.name, expected="a scale above zero", got=got, fix=fix)
+        yield warning(
+            NAME, tensor.name, claim="values", expected="a scale above zero", got=got, fix=fix
+        )
     findings = list(_single_scale_size(tensor, parameter, values))
     has_no_effect = is_empty if parameter.startswith("weight") else input_is_zero
     if findings and not has_no_effect(view, layer):
@@ -237,7 +239,9 @@ def _is_inverse_of_zeros(view: CheckpointView, layer: StoredLayer) -> bool:
 
 def _invalid_scale(tensor: TensorInfo, got: str) -> Finding:
     fix = "look at this layer's weight and calibration, then export the checkpoint again"
-    return error(NAME, tensor.name, expected="finite scales above zero", got=got, fix=fix)
+    return error(
+        NAME, tensor.name, claim="values", expected="finite scales above zero", got=got, fix=fix
+    )
 
 
 def _unusual_layers(sizes: Mapping[str, ScaleSizes]) -> Iterator[Finding]:
@@ -263,6 +267,7 @@ def _unusual_layers(sizes: Mapping[str, ScaleSizes]) -> Iterator[Finding]:
                 yield warning(
                     NAME,
                     layer.scale.name,
+                    claim="values",
                     expected=f"scales of a similar size in all layers {kind}",
                     got=f"scales of weights around {layer.typical:.2g}, but {others}",
                     fix="add --source MODEL to compare the weights with the original model",
@@ -376,7 +381,7 @@ def _global_scale_size(tensor: TensorInfo, parameter: str, value: float) -> Iter
         expected = f"a global scale (448*6/absmax) of at least {least:g}"
         got = f"{value:g}, which looks like the reciprocal of a global scale"
         fix = "store 1/value, or export the checkpoint again"
-        yield error(NAME, tensor.name, expected=expected, got=got, fix=fix)
+        yield error(NAME, tensor.name, claim="values", expected=expected, got=got, fix=fix)
     elif value == PLACEHOLDER:
         yield _implausible_scale(tensor, UNCALIBRATED, fix=FIX_CALIBRATE)
     elif not of_weight and value > GLOBAL_SCALE_NUMERATOR / MIN_INPUT:
@@ -417,7 +422,9 @@ def _typical(view: CheckpointView, group: ConfigGroup, layer: StoredLayer, scale
 
 
 def _implausible_scale(tensor: TensorInfo, got: str, *, fix: str = FIX_SCALES) -> Finding:
-    return error(NAME, tensor.name, expected="scales of a plausible size", got=got, fix=fix)
+    return error(
+        NAME, tensor.name, claim="values", expected="scales of a plausible size", got=got, fix=fix
+    )
 
 
 def code_range_findings(view: CheckpointView) -> Iterator[Finding]:
@@ -444,7 +451,9 @@ def code_range_findings(view: CheckpointView) -> Iterator[Finding]:
             expected = "codes other than zero wherever the scale has a usual size"
             fix = "download or export the checkpoint again: a part of the weight is lost"
             got = f"only zero codes for {empty:.0%} of the scales"
-            findings.append(error(NAME, module, expected=expected, got=got, fix=fix))
+            findings.append(
+                error(NAME, module, claim="values", expected=expected, got=got, fix=fix)
+            )
     few = [module for module, share in full.items() if share < MIN_FULL]
     if len(few) == 1 and full[few[0]] < MAX_FULL and len(full) > MIN_OTHER_LAYERS:
         expected = "the largest code for every scale, as in all other layers"
@@ -453,7 +462,7 @@ def code_range_findings(view: CheckpointView) -> Iterator[Finding]:
             "export the checkpoint again: the weight is transposed, or its codes belong to "
             "another weight"
         )
-        yield error(NAME, few[0], expected=expected, got=got, fix=fix)
+        yield error(NAME, few[0], claim="values", expected=expected, got=got, fix=fix)
     yield from findings
 
 

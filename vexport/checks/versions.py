@@ -31,7 +31,12 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         expected = f"a version of vLLM that vexport has rules for ({oldest} to {newest})"
         got = f"another version, checked by the rules of vLLM {short_version(version)}"
         yield warning(
-            NAME, f"vLLM {short_version(target)}", expected=expected, got=got, fix=FIX_LOAD
+            NAME,
+            f"vLLM {short_version(target)}",
+            claim=None,
+            expected=expected,
+            got=got,
+            fix=FIX_LOAD,
         )
     if version == PINNED:
         return
@@ -39,13 +44,22 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         where = f"{view.config_path}: architectures"
         got = f"{view.model.class_name}, which {name} does not have"
         fix = f"serve it with vLLM {pinned}"
-        yield error(NAME, where, expected=f"a model class of {name}", got=got, fix=fix)
+        yield error(
+            NAME, where, claim="refused", expected=f"a model class of {name}", got=got, fix=fix
+        )
     method = view.quantization.method
     if method is not None:
         if not facts_of(version).has_rules_for(method.name):
             expected = f"a version of vLLM for which vexport has rules for {method.name}"
             got = f"{name}, checked by the rules of vLLM {pinned}"
-            yield warning(NAME, view.quantization.place, expected=expected, got=got, fix=FIX_LOAD)
+            yield warning(
+                NAME,
+                view.quantization.place,
+                claim=None,
+                expected=expected,
+                got=got,
+                fix=FIX_LOAD,
+            )
         return
     found = [view.lookup.group_of(fused) for fused in view.model.fused_layers]
     used = {group.name for group in found if group is not None}
@@ -56,6 +70,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             yield error(
                 NAME,
                 where,
+                claim="refused",
                 expected=expected,
                 got=f"{name}, which does not support {refused}",
                 fix=FIX_VERSION,
@@ -63,7 +78,9 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         elif group.storage is MXFP4 and MXFP4.vllm_scheme(group) not in facts_of(version).schemes:
             expected = "a version of vLLM that supports MXFP4 weights with FP8 inputs"
             got = f"{name}, which quantizes the inputs to MXFP4 on GPUs with FP4 kernels"
-            yield warning(NAME, where, expected=expected, got=got, fix=FIX_VERSION)
+            yield warning(
+                NAME, where, claim="precision", expected=expected, got=got, fix=FIX_VERSION
+            )
 
 
 def _unsupported_zero_points(group: ConfigGroup, facts: VersionFacts) -> str | None:

@@ -103,6 +103,7 @@ def canary_findings(
     return [
         Finding(
             check="canary",
+            claim="values",
             severity="error" if broken or fault == _NON_FINITE else "warning",
             where=f"greedy continuation {number} of {canary.prompt[:40]!r}",
             expected="finite numbers, and text in the prompt's language without repetition",

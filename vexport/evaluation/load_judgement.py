@@ -57,6 +57,7 @@ def _refusal(served: ServedSession) -> Finding:
     return error(
         "load",
         str(served.checkpoint),
+        claim="refused",
         expected="a checkpoint that vLLM loads",
         got=served.result.failure.message,
         fix="find the fault with `vexport check`, repair it with `vexport repair`, or export it "
@@ -105,12 +106,12 @@ def _compare_with_reference(
         expected = "finite log-probabilities"
         got = f"NaN at {not_numbers:,} of {len(measured):,} positions"
         fix = "look for scales that are zero, infinite or missing with `vexport check`"
-        return None, [error("logprobs", where, expected=expected, got=got, fix=fix)]
+        return None, [error("logprobs", where, claim="values", expected=expected, got=got, fix=fix)]
     kept = result.logprobs_file.with_name(REFERENCE_FILE)
     try:
         reference = cached_reference(checkpoint, tokens, kept, on_progress)
     except InputError as problem:
-        return None, [Finding.of(problem, check="logprobs", severity="info")]
+        return None, [Finding.of(problem, check="logprobs", claim=None, severity="info")]
     kv_cache = result.engine.settings.get("kv_cache_dtype", "auto") if result.engine else "auto"
     limit = kl_limit(checkpoint, kv_cache, result.engine.input_bits if result.engine else None)
     kl = kl_divergence(reference, measured)
@@ -133,4 +134,6 @@ def _compare_with_reference(
     expected = f"a mean KL of at most {limit:g} to {REFERENCE}"
     got = f"a mean KL of {mean_kl:.4g} over {len(kl):,} positions"
     fix = "run `vexport check`: vLLM computes with other values than the checkpoint stores"
-    return agreement, [error("logprobs", where, expected=expected, got=got, fix=fix)]
+    return agreement, [
+        error("logprobs", where, claim="values", expected=expected, got=got, fix=fix)
+    ]

@@ -115,7 +115,7 @@ def _factors(smoothing: Factors) -> Iterator[Finding]:
             where += f" and {plural(len(smoothing.layers) - 1, 'more layer')}"
         got = "the weight with factors on its inputs or outputs, which a norm or layer compensates"
         fix = "ignore this: AWQ and SmoothQuant store such factors, and the comparison removed them"
-        yield info(SOURCE, where, expected="the source's weight", got=got, fix=fix)
+        yield info(SOURCE, where, claim=None, expected="the source's weight", got=got, fix=fix)
 
 
 def _different_weight(layer: StoredLayer, comparison: WeightComparison) -> Finding:
@@ -128,7 +128,14 @@ def _different_weight(layer: StoredLayer, comparison: WeightComparison) -> Findi
         "export the layer again; if the weights were smoothed or rotated, pass the smoothed or "
         "rotated model with --source"
     )
-    return error(SOURCE, layer.name, expected=expected, got="; ".join(comparison.faults), fix=fix)
+    return error(
+        SOURCE,
+        layer.name,
+        claim="values",
+        expected=expected,
+        got="; ".join(comparison.faults),
+        fix=fix,
+    )
 
 
 def _rounded_far(layer: StoredLayer, comparison: WeightComparison) -> Finding:
@@ -144,7 +151,7 @@ def _rounded_far(layer: StoredLayer, comparison: WeightComparison) -> Finding:
     expected = (
         f"an error as with rounding to nearest (an SQNR of about {comparison.rounding_db:.1f} dB)"
     )
-    return warning(SOURCE, layer.name, expected=expected, got=got, fix=fix)
+    return warning(SOURCE, layer.name, claim="values", expected=expected, got=got, fix=fix)
 
 
 def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Finding]:
@@ -159,7 +166,14 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
             f"signal-to-noise {decibels(least)} to {decibels(most, ' dB')}, "
             f"median {decibels(median)}, lowest in {names[0]}"
         )
-        yield info(SOURCE, f"{kind} ({len(names)} in {stored})", expected="", got=got, fix="")
+        yield info(
+            SOURCE,
+            f"{kind} ({len(names)} in {stored})",
+            claim=None,
+            expected="",
+            got=got,
+            fix="",
+        )
 
 
 def _incomparable(view: CheckpointView, layer: StoredLayer, got: str, fix: str) -> Finding:
@@ -170,7 +184,7 @@ def _incomparable(view: CheckpointView, layer: StoredLayer, got: str, fix: str) 
     """
     finding = error if view.model.layout is None else warning
     expected = "a quantized weight to compare with the source's weight"
-    return finding(SOURCE, layer.name, expected=expected, got=got, fix=fix)
+    return finding(SOURCE, layer.name, claim=None, expected=expected, got=got, fix=fix)
 
 
 def _stored_as(layer: StoredLayer) -> str:

@@ -155,4 +155,4 @@ def changed_tensors(source: SourceIndex, written: SourceIndex, plan: Plan) -> It
                 expected = "the same bytes as in the source"
                 got = "no such tensor" if copy is None else "different bytes"
                 fix = "export the checkpoint again"
-                yield error(CHECK, name, expected=expected, got=got, fix=fix)
+                yield error(CHECK, name, claim="values", expected=expected, got=got, fix=fix)

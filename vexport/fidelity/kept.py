@@ -462,5 +462,11 @@ def _finding(
     fix: str = "copy the source's file",
 ) -> Finding:
     return Finding(
-        check=SOURCE, severity=severity, where=str(where), expected=expected, got=got, fix=fix
+        check=SOURCE,
+        claim="values",
+        severity=severity,
+        where=str(where),
+        expected=expected,
+        got=got,
+        fix=fix,
     )

@@ -64,7 +64,14 @@ def check_smoothing(
         others = f" (and {plural(len(misfits) - 1, 'more tensor')})" if len(misfits) > 1 else ""
         got = f"exponents that do not fit the source's tensor{size}"
         return {}, (
-            error(SOURCE, f"{file}: {misfits[0]}{others}", expected=EXPECTED, got=got, fix=FIX),
+            error(
+                SOURCE,
+                f"{file}: {misfits[0]}{others}",
+                claim="values",
+                expected=EXPECTED,
+                got=got,
+                fix=FIX,
+            ),
         )
     return smoothing, tuple(_objections(file, source, smoothing)) if smoothing else ()
 
@@ -80,11 +87,11 @@ def _objections(
     except (InputError, CheckpointFailed) as problem:
         got = f"unverified exponents, because the source cannot run: {problem}"
         fix = "ignore this if you trust the checkpoint's producer"
-        yield warning(SOURCE, str(file), expected=EXPECTED, got=got, fix=fix)
+        yield warning(SOURCE, str(file), claim="values", expected=EXPECTED, got=got, fix=fix)
         return
     for name in changed:
         got = "exponents that change the outputs"
-        yield error(SOURCE, f"{file}: {name}", expected=EXPECTED, got=got, fix=FIX)
+        yield error(SOURCE, f"{file}: {name}", claim="values", expected=EXPECTED, got=got, fix=FIX)
 
 
 class Factors:

@@ -202,6 +202,7 @@ def _mixed_treatments(
             which = f"{last_parts} of all routed experts" if moe_layer(unit[0]) else last_parts
             yield Finding(
                 check="fusion",
+                claim="refused",
                 severity="error",
                 where=name,
                 expected=f"the same rule for {which}, because vLLM runs them as one layer",
@@ -217,6 +218,7 @@ def _unquantizable(
         if treatment is not None and places[name] == "unquantizable":
             yield Finding(
                 check="architecture",
+                claim="refused",
                 severity="error",
                 where=name,
                 expected="a layer that vLLM can load quantized",
@@ -272,6 +274,7 @@ def _unknown_expert_notes(tensors: Sequence[str]) -> Iterator[Finding]:
     if tensors:
         yield Finding(
             check="architecture",
+            claim=None,
             severity="warning",
             where=tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more",
             expected="a separate weight for each expert, under the name that vLLM loads",

@@ -127,6 +127,7 @@ def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterat
         if count and number not in effective and not rule.is_from_recipe:
             yield Finding(
                 check="rules",
+                claim=None,
                 severity="warning",
                 where=f"rule {number + 1} ({rule.match})",
                 expected="a layer that no earlier rule matches",
@@ -136,6 +137,7 @@ def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterat
         elif rule.is_from_recipe and _matches_nothing(rule, places):
             yield Finding(
                 check="rules",
+                claim=None,
                 severity="warning",
                 where=f"ignore {rule.match}",
                 expected="at least one layer that it matches",

@@ -108,4 +108,12 @@ def cannot_be_split(group: FusionGroup, names: Names, ranks: Sequence[int]) -> b
 
 
 def _refusal(where: str, expected: str, got: str, fix: str, *, check: str = "ranks") -> Finding:
-    return Finding(check=check, severity="error", where=where, expected=expected, got=got, fix=fix)
+    return Finding(
+        check=check,
+        claim="refused",
+        severity="error",
+        where=where,
+        expected=expected,
+        got=got,
+        fix=fix,
+    )

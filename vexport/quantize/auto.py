@@ -280,6 +280,7 @@ def _missing_losses_note(auto: Auto, run_dir: Path) -> Finding:
     kind, limit = auto.budget
     return Finding(
         check="auto",
+        claim=None,
         severity="warning",
         where="scheme: auto",
         expected=f"measured losses in {', '.join(auto.candidates)}, to choose schemes within "

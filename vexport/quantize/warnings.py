@@ -63,6 +63,7 @@ def fallback_findings(rounding: RoundingReport | None) -> Iterator[Finding]:
     for group in rounding.fallbacks if rounding else ():
         yield Finding(
             check="rounding",
+            claim=None,
             severity="warning",
             where=group.name,
             expected="weights rounded with the help of calibration text",

@@ -50,6 +50,7 @@ from vexport.records.findings import (
     Canary,
     CellStatus,
     CheckReport,
+    Claim,
     DryLoadReport,
     EngineInfo,
     EngineMode,

@@ -7,6 +7,9 @@ from typing import Literal, Self
 from vexport.errors import VexportError
 
 Severity = Literal["error", "warning", "info"]
+# What a rule claims about vLLM: it refuses the checkpoint, uses wrong values, or runs the layers in
+# another precision or kernel than stored.
+Claim = Literal["refused", "values", "precision"]
 # Separates the cause of vLLM's refusal from vLLM's message, which only JSON and --all show.
 MESSAGE_SEPARATOR = "; vLLM's message: "
 # Entry of `CheckReport.skipped_checks` if numbers were not compared with the original model.
@@ -22,10 +25,13 @@ def without_details(text: str) -> str:
 class Finding:
     """A problem that a check found: the place, what is expected, what was found, and the remedy.
 
-    `expected` and `fix` may be empty if the finding was made from an error without them.
+    `claim` is what the rule claims about vLLM, or None for another problem, such as a file that
+    cannot be read. It is None in reports of older versions. `expected` and `fix` may be empty if
+    the finding was made from an error without them.
     """
 
     check: str
+    claim: Claim | None = None
     severity: Severity
     where: str
     expected: str
@@ -33,10 +39,20 @@ class Finding:
     fix: str
 
     @classmethod
-    def of(cls, error: VexportError, *, check: str, severity: Severity) -> Self:
+    def of(
+        cls, error: VexportError, *, check: str, claim: Claim | None, severity: Severity
+    ) -> Self:
         """Return a finding that describes the error."""
         where, expected, got, fix = error.where, error.need, error.got, error.fix
-        return cls(check=check, severity=severity, where=where, expected=expected, got=got, fix=fix)
+        return cls(
+            check=check,
+            claim=claim,
+            severity=severity,
+            where=where,
+            expected=expected,
+            got=got,
+            fix=fix,
+        )
 
     @property
     def brief(self) -> Self:

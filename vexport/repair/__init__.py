@@ -152,7 +152,7 @@ def _compared_source(checkpoint: Path, source: Path) -> "Iterator[ComparedSource
 def _unknown(view: CheckpointView, method: str) -> Finding:
     expected = f"{COMPRESSED_TENSORS}, the only method that can be repaired"
     got, fix = f"the method {method}", "quantize the source again"
-    return error(NAME, view.quantization.place, expected=expected, got=got, fix=fix)
+    return error(NAME, view.quantization.place, claim=None, expected=expected, got=got, fix=fix)
 
 
 def _report(

@@ -282,7 +282,7 @@ def _ambiguous_scales(fused: FusedLayer, values: Scales, *, has_source: bool) ->
     else:
         got = f"{_listed(values)}: each layer has a separate scale, or one of the scales is wrong"
         fix = "pass the unquantized model with --source to find the right scale"
-    return error(FAMILY, _place(fused), expected=ONE_VALUE, got=got, fix=fix)
+    return error(FAMILY, _place(fused), claim="values", expected=ONE_VALUE, got=got, fix=fix)
 
 
 def _place(fused: FusedLayer) -> str:
@@ -319,7 +319,11 @@ def _by_source(
             )
             fix = "export the checkpoint again, or pass the right source with --source"
             return Changes(
-                refusals=(error(FAMILY, _place(fused), expected=ONE_VALUE, got=got, fix=fix),)
+                refusals=(
+                    error(
+                        FAMILY, _place(fused), claim="values", expected=ONE_VALUE, got=got, fix=fix
+                    ),
+                )
             )
         actual[name] = scale
     shared = min(actual.values())

@@ -158,5 +158,5 @@ def _folder(run_dir: Path | None) -> Iterator[Path]:
 
 
 def _crash_report(fault: VexportError, log_tail: str) -> LoadReport:
-    finding = Finding.of(fault, check=ENGINE_CHECK, severity="error")
+    finding = Finding.of(fault, check=ENGINE_CHECK, claim=None, severity="error")
     return LoadReport(checkpoint="", ok=False, findings=(finding,), log_tail=log_tail)

@@ -44,6 +44,7 @@ def other_precision(
         return warning(
             check,
             where,
+            claim="precision",
             expected=expected,
             got=f"{runs} on {gpus}: vLLM rounds the inputs to {bits} bits there{named}",
             fix=f"measure accuracy on {these}, or serve it on another GPU",
@@ -51,6 +52,7 @@ def other_precision(
     return info(
         check,
         where,
+        claim="precision",
         expected=expected,
         got=f"{runs} on {gpus}: vLLM has no {stored} kernel there, and falls back{named}",
         fix=f"measure speed on {these}, or serve it on another GPU",

@@ -266,6 +266,7 @@ def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Fin
         needed = any(_needed(cell, results, require) for cell in cells)
         yield Finding(
             check=CHECK,
+            claim="refused" if outcome == "refused" else None,
             severity="error" if needed else "warning",
             where=_in_cells(where, cells, results),
             expected="a checkpoint that vLLM loads",
@@ -284,6 +285,7 @@ def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
         severity, expected, fix = _FAULT_TEXTS[fault.kind]
         yield Finding(
             check=CHECK,
+            claim=None if fault.kind == "unused" else "values",
             severity=severity,
             where=_in_cells(fault.where, cells, results),
             expected=expected.format(fault.expected),

@@ -93,7 +93,7 @@ def read(config: MethodConfig) -> QuantMethod:
     bits, size = config.required("bits"), config.required("group_size")
     symmetric = values.get("sym") is not False
     if bits is not None and type(bits) is not int:
-        config.add_problem("bits", "an integer", shown(bits))
+        config.add_problem("bits", "an integer", shown(bits), claim="refused")
     base = LayerSettings(
         bits=bits if isinstance(bits, int) else 4, group_size=size, symmetric=symmetric
     )
@@ -167,17 +167,22 @@ def _group(config: MethodConfig, settings: LayerSettings) -> MethodGroup:
         block = settings.group_size
         if settings.bits != 8 or not fp8.is_block(block) or not settings.symmetric:
             config.add_problem(
-                "group_size", "8 bits in blocks of rows and columns, symmetric", settings.text
+                "group_size",
+                "8 bits in blocks of rows and columns, symmetric",
+                settings.text,
+                claim="refused",
             )
         return replace(fp8.group(block if fp8.is_block(block) else None, static=False), name=name)
     if kind != "int":
-        config.add_problem("data_type", "int, fp or mx_fp (vLLM supports no others)", shown(kind))
+        config.add_problem(
+            "data_type", "int, fp or mx_fp (vLLM supports no others)", shown(kind), claim="refused"
+        )
     if layout not in (None, AS_GPTQ, AS_AWQ):
         expected = f"{AS_GPTQ} or {AS_AWQ} (vLLM supports no others)"
-        config.add_problem("packing_format", expected, shown(layout))
+        config.add_problem("packing_format", expected, shown(layout), claim="refused")
     backend = values.get("backend", values.get("vllm_backend", "auto"))
     if backend not in BACKENDS:
-        config.add_problem("backend", " or ".join(BACKENDS), shown(backend))
+        config.add_problem("backend", " or ".join(BACKENDS), shown(backend), claim="refused")
     as_awq = "awq" in str(layout) and "gptq" not in str(backend)
     stored_as, symmetric = Awq("awq") if as_awq else AsGptq(), settings.symmetric and not as_awq
     return integer_group(
@@ -194,7 +199,10 @@ def _mx_group(config: MethodConfig, settings: LayerSettings, name: str) -> Metho
     _require(config, {"packing_format": AS_LLM_COMPRESSOR, **({} if four else MX_INPUTS)})
     if settings.bits not in (4, 8) or settings.group_size != MX_GROUP or not settings.symmetric:
         config.add_problem(
-            "group_size", f"4 or 8 bits in groups of {MX_GROUP}, symmetric", settings.text
+            "group_size",
+            f"4 or 8 bits in groups of {MX_GROUP}, symmetric",
+            settings.text,
+            claim="refused",
         )
     if four:  # Marlin supports SM 75, and INCConfig.get_min_capability is 60
         return preset_group(name, MethodMxfp4("auto-round", least_sm=75), "MXFP4")
@@ -209,5 +217,8 @@ def _require(config: MethodConfig, expected: Mapping[str, Json]) -> None:
     for key, value in expected.items():
         if config.values.get(key) not in (None, value):
             config.add_problem(
-                key, f"{value}, which vLLM requires ({SOURCE})", shown(config.values[key])
+                key,
+                f"{value}, which vLLM requires ({SOURCE})",
+                shown(config.values[key]),
+                claim="refused",
             )

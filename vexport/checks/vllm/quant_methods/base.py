@@ -17,7 +17,7 @@ from vexport.formats.base import Format, GpuSupport, Parameter
 from vexport.formats.fp8 import Fp8
 from vexport.formats.mxfp import Mxfp4, Mxfp8
 from vexport.formats.schemes import get_scheme
-from vexport.records import Finding, Json, Severity, TensorInfo
+from vexport.records import Claim, Finding, Json, Severity, TensorInfo
 from vexport.version import Version
 
 # A layer's tensors in compressed-tensors: the same bytes renamed, or computed.
@@ -25,12 +25,22 @@ Translation = Mapping[str, TensorInfo | Derived]
 EXPERTS = "experts"
 
 
-def problem(where: str, expected: str, got: str, fix: str, severity: Severity = "error") -> Finding:
+def problem(
+    where: str,
+    expected: str,
+    got: str,
+    fix: str,
+    severity: Severity = "error",
+    *,
+    claim: Claim | None,
+) -> Finding:
     """Return a finding on a key of the quantization config or on a layer's tensor.
 
     The caller sets the name of its check.
     """
-    return Finding(check="", severity=severity, where=where, expected=expected, got=got, fix=fix)
+    return Finding(
+        check="", claim=claim, severity=severity, where=where, expected=expected, got=got, fix=fix
+    )
 
 
 class MethodFormat(Format):
@@ -214,7 +224,10 @@ class MethodConfig:
         if value is None:
             got = "no such key" if key is None else "null"
             self.add_problem(
-                keys[0], f"a value, because vLLM requires this key ({self._source})", got
+                keys[0],
+                f"a value, because vLLM requires this key ({self._source})",
+                got,
+                claim="refused",
             )
         return value
 
@@ -228,7 +241,7 @@ class MethodConfig:
             if value and (
                 not isinstance(value, list) or not all(isinstance(each, str) for each in value)
             ):
-                self.add_problem(key, "a list of names", shown(value))
+                self.add_problem(key, "a list of names", shown(value), claim="refused")
             elif isinstance(value, list) and value:
                 return tuple(map(str, value))
         return ()
@@ -240,9 +253,11 @@ class MethodConfig:
         got: str,
         fix: str = "correct the key, or export the checkpoint again",
         severity: Severity = "error",
+        *,
+        claim: Claim | None,
     ) -> None:
         """Add a finding on a key of the config to `problems`."""
-        self.problems.append(problem(key, expected, got, fix, severity))
+        self.problems.append(problem(key, expected, got, fix, severity, claim=claim))
 
 
 def is_listed(name: str, listed: Collection[str]) -> bool:

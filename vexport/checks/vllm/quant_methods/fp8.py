@@ -52,18 +52,20 @@ def read(config: MethodConfig) -> QuantMethod:
     values = config.values
     scheme, block = config.required("activation_scheme"), values.get("weight_block_size")
     if scheme not in (*SCHEMES, None):
-        config.add_problem("activation_scheme", " or ".join(SCHEMES), shown(scheme))
+        config.add_problem(
+            "activation_scheme", " or ".join(SCHEMES), shown(scheme), claim="refused"
+        )
     if block is not None and not is_block(block):
         expected = "two positive integers, for rows and columns, or no key"
-        config.add_problem("weight_block_size", expected, shown(block))
+        config.add_problem("weight_block_size", expected, shown(block), claim="refused")
     elif block is not None and scheme == "static":
         expected = "dynamic, because the weights have block scales"
-        config.add_problem("activation_scheme", expected, "static")
+        config.add_problem("activation_scheme", expected, "static", claim="refused")
     has_experts = any(text_config(config.model).get(key) for key in EXPERT_COUNTS)
     if has_experts and values.get("store_dtype") is not None:
         expected = "no key: with it, vLLM reads experts as MXFP4, which vexport does not check"
         got, fix = shown(values["store_dtype"]), "test the checkpoint with `vexport load`"
-        config.add_problem("store_dtype", expected, got, fix)
+        config.add_problem("store_dtype", expected, got, fix, claim="refused")
     kept = config.names("ignored_layers", "modules_to_not_convert")
     quantized = group(block, static=scheme == "static")
     return QuantMethod(

@@ -74,7 +74,7 @@ class Gptq(TransposedIntegers):
                 expected = f"zero points below {1 << bits}"
                 got = f"a zero point of {most + self.zero_offset}"
                 fix = "convert the checkpoint to gptq_v2 with GPTQModel"
-                yield problem("qzeros", expected, got, fix)
+                yield problem("qzeros", expected, got, fix, claim="values")
             return
         if least == most == middle - self.zero_offset:
             return
@@ -87,12 +87,19 @@ class Gptq(TransposedIntegers):
                 f"{least}, which is the value of {other}; vLLM does not read zero points, but "
                 f"other loaders would be off by one"
             )
-            yield problem("qzeros", expected, got, f"set checkpoint_format to {other}", "warning")
+            yield problem(
+                "qzeros",
+                expected,
+                got,
+                f"set checkpoint_format to {other}",
+                "warning",
+                claim="values",
+            )
         else:
             expected = f"{middle - self.zero_offset} in all zero points, because sym is true"
             found = f"{least}" if least == most else f"{least} to {most}"
             got = f"{found}; vLLM does not read zero points, and uses {middle}"
-            yield problem("qzeros", expected, got, "quantize again with sym=True")
+            yield problem("qzeros", expected, got, "quantize again with sym=True", claim="values")
 
     def _order(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
@@ -106,7 +113,7 @@ class Gptq(TransposedIntegers):
         if not np.array_equal(groups, np.arange(groups.size) // size):
             expected = f"groups of {size} consecutive columns"
             got = "reordered columns (desc_act); vLLM ignores the order and would use wrong scales"
-            yield problem("g_idx", expected, got, FIX_ORDER)
+            yield problem("g_idx", expected, got, FIX_ORDER, claim="values")
 
 
 def read(config: MethodConfig) -> QuantMethod:
@@ -140,7 +147,7 @@ def _group(config: MethodConfig, values: Mapping[str, Json], name: str = "gptq")
     size = values.get("group_size")
     if values.get("desc_act") is True and isinstance(size, int) and size > 0:
         expected = "false, because vLLM does not support reordered columns (gptq_utils.py)"
-        config.add_problem("desc_act", expected, "true", FIX_ORDER)
+        config.add_problem("desc_act", expected, "true", FIX_ORDER, claim="refused")
     stored_as = Gptq(V2 if config.values.get("checkpoint_format") == V2 else V1)
     symmetric = values.get("sym") is not False
     return integer_group(name, stored_as, config, values.get("bits"), size, symmetric=symmetric)
@@ -160,7 +167,9 @@ def _rules(
     ):
         text = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
         if isinstance(refused := expression(text), str):
-            config.add_problem(f"dynamic.{pattern}", "a valid regular expression", refused)
+            config.add_problem(
+                f"dynamic.{pattern}", "a valid regular expression", refused, claim="refused"
+            )
             continue
         kept = pattern.startswith("-:") or not isinstance(changes, dict)
         settings = None if kept or not isinstance(changes, dict) else {**base, **changes}

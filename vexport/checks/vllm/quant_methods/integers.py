@@ -142,9 +142,9 @@ def integer_group(
     """
     for key, value in (("bits", bits), ("group_size", size)):
         if value is not None and type(value) is not int:
-            config.add_problem(key, "an integer", shown(value))
+            config.add_problem(key, "an integer", shown(value), claim="refused")
     if type(bits) is int and not 0 < bits <= MAX_BITS:
-        config.add_problem("bits", f"a number from 1 to {MAX_BITS}", str(bits))
+        config.add_problem("bits", f"a number from 1 to {MAX_BITS}", str(bits), claim="refused")
     group = size if type(size) is int and size > 0 else None
     weights = QuantArgs(
         num_bits=bits if type(bits) is int and 0 < bits <= MAX_BITS else USUAL_BITS,
@@ -224,11 +224,15 @@ def read(config: MethodConfig) -> QuantMethod:
     if config.required("zero_point") is False:
         expected = "true, because vLLM's fast kernels and its CPU kernels need zero points"
         fix = "quantize again with zero points"
-        config.add_problem("zero_point", expected, "false", fix, severity="warning")
+        config.add_problem(
+            "zero_point", expected, "false", fix, severity="warning", claim="precision"
+        )
     version = str(values.get("version", LAYOUT)).lower()
     if version != LAYOUT:
         expected = f"{LAYOUT}, the only layout that vLLM reads (AutoAWQ's WQLinear_GEMM)"
-        config.add_problem("version", expected, version, "export the checkpoint again as gemm")
+        config.add_problem(
+            "version", expected, version, "export the checkpoint again as gemm", claim="refused"
+        )
     kept = config.names("modules_to_not_convert")
     group = integer_group("awq", Awq("awq"), config, bits, size, symmetric=False)
 

@@ -135,17 +135,19 @@ def read(config: MethodConfig) -> QuantMethod:
     algo = str(inner.get("quant_algo") or "").upper()
     if algo not in (*ALGOS, MIXED):
         expected = f"one of {', '.join((*ALGOS, MIXED))}"
-        config.add_problem(f"{keys}quant_algo", expected, shown(inner.get("quant_algo")))
+        config.add_problem(
+            f"{keys}quant_algo", expected, shown(inner.get("quant_algo")), claim="refused"
+        )
     missing = (
         [key for key in NVFP4_KEYS if key not in inner] if keys and algo in NVFP4_ALGOS else []
     )
     if missing:
         expected = f"the keys {', '.join(NVFP4_KEYS)} for NVFP4"
-        config.add_problem(keys.rstrip("."), expected, f"no {', '.join(missing)}")
+        config.add_problem(keys.rstrip("."), expected, f"no {', '.join(missing)}", claim="refused")
     size = inner.get("group_size")
     if algo in NVFP4_ALGOS and size not in (None, NVFP4_GROUP):
         expected = f"{NVFP4_GROUP}, the group size of vLLM's kernels"
-        config.add_problem(f"{keys}group_size", expected, shown(size))
+        config.add_problem(f"{keys}group_size", expected, shown(size), claim="refused")
     if algo == "NVFP4" and _is_weight_only(values):
         algo = "W4A16_NVFP4"
     skip_key = "exclude_modules" if keys else "ignore"
@@ -153,7 +155,7 @@ def read(config: MethodConfig) -> QuantMethod:
         skip_key = "exclude_modules"
     listed = inner.get(skip_key, [])
     if not isinstance(listed, list):
-        config.add_problem(f"{keys}{skip_key}", "a list of names", shown(listed))
+        config.add_problem(f"{keys}{skip_key}", "a list of names", shown(listed), claim="refused")
     kept = tuple(map(str, listed)) if isinstance(listed, list) else ()
     groups = {algo: preset_group(algo, *ALGOS[algo])} if algo in ALGOS else {}
     layers = _layers(config, inner, keys) if algo == MIXED else {}
@@ -209,7 +211,7 @@ def _layers(config: MethodConfig, inner: Mapping[str, Json], keys: str) -> dict[
     listed, algos = inner.get("quantized_layers"), dict[str, str]()
     if not isinstance(listed, dict) or not listed:
         expected = f"the algorithm of each layer, because quant_algo is {MIXED}"
-        config.add_problem(f"{keys}quantized_layers", expected, shown(listed))
+        config.add_problem(f"{keys}quantized_layers", expected, shown(listed), claim="refused")
         return algos
     for name, recipe in listed.items():
         algo = str(recipe.get("quant_algo")).upper() if isinstance(recipe, dict) else "none"
@@ -218,7 +220,9 @@ def _layers(config: MethodConfig, inner: Mapping[str, Json], keys: str) -> dict[
         else:
             expected = f"one of {', '.join(ALGOS)}"
             fix = "test the checkpoint with `vexport load`"
-            config.add_problem(f"{keys}quantized_layers.{name}", expected, algo, fix)
+            config.add_problem(
+                f"{keys}quantized_layers.{name}", expected, algo, fix, claim="refused"
+            )
     return algos
 
 

@@ -74,7 +74,13 @@ def read(config: MethodConfig) -> QuantMethod:
     if config.model.get("model_type") != MODEL_TYPE:
         expected = f"a model of type {MODEL_TYPE}, the only MXFP4 model that vexport checks"
         got = f"model_type {shown(config.model.get('model_type'))}"
-        config.add_problem("quant_method", expected, got, "test the checkpoint with `vexport load`")
+        config.add_problem(
+            "quant_method",
+            expected,
+            got,
+            "test the checkpoint with `vexport load`",
+            claim="refused",
+        )
     sizes = [
         _size(config, key) for key in ("num_local_experts", "hidden_size", "intermediate_size")
     ]
@@ -104,5 +110,5 @@ def _size(config: MethodConfig, key: str) -> int:
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     expected = f"a positive integer as {key} in config.json, from which vLLM computes shapes"
-    config.add_problem("quant_method", expected, shown(size))
+    config.add_problem("quant_method", expected, shown(size), claim="refused")
     return 0

@@ -49,7 +49,7 @@ def read(config: MethodConfig) -> QuantMethod:
     export = values.get("export")
     if not isinstance(export, dict):
         expected = f"an object, because vLLM requires this key ({SOURCE})"
-        config.add_problem("export", expected, shown(export))
+        config.add_problem("export", expected, shown(export), claim="refused")
     exported: Mapping[str, Json] = export if isinstance(export, dict) else {}
     method = str(exported.get("pack_method"))
     kept = Patterns(config.names("exclude"))
@@ -97,7 +97,7 @@ def _cache(config: MethodConfig, cached: Json, layers: Json) -> None:
     if patterns and not (settings and all(_has(each, fp8) for each in settings)):
         expected = "layers with output_tensors in fp8_e4m3, per tensor, in layer_quant_config"
         got = f"no such output_tensors for {', '.join(patterns)}"[:120]
-        config.add_problem("export.kv_cache_group", expected, got)
+        config.add_problem("export.kv_cache_group", expected, got, claim="refused")
 
 
 def _items(value: Json) -> Iterator[tuple[str, Json]]:
@@ -140,11 +140,11 @@ def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> Metho
     values = raw if isinstance(raw, dict) else {}
     weight, inputs = _side_settings(values, "weight"), _side_settings(values, "input_tensors")
     if weight is None:
-        config.add_problem(key, "settings of quantized weights", shown(raw))
+        config.add_problem(key, "settings of quantized weights", shown(raw), claim="refused")
         return None
     if values.get("bias") or key == "global_quant_config" and values.get("output_tensors"):
         expected = "no quantized outputs or biases, because vLLM refuses them"
-        config.add_problem(key, expected, "quantized outputs or biases")
+        config.add_problem(key, expected, "quantized outputs or biases", claim="refused")
     if weight.get("dtype") in ("int4", "uint4") and inputs is None and not weight[SECOND]:
         size, symmetric = weight.get("group_size"), weight.get("symmetric") is True
         if pack_method in PACK_METHODS and isinstance(size, int) and size > 0:
@@ -158,7 +158,9 @@ def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> Metho
             return group
     sides = [str(each.get("dtype")) for each in (weight, inputs) if each]
     got = f"{' with inputs of '.join(sides)}, qscheme {weight.get('qscheme') or 'null'}"
-    config.add_problem(key, SUPPORTED, got, "test the checkpoint with `vexport load`")
+    config.add_problem(
+        key, SUPPORTED, got, "test the checkpoint with `vexport load`", claim="refused"
+    )
     return None
 
 
