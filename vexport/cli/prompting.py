@@ -15,6 +15,7 @@ from vexport.cli.arguments import parse_json
 from vexport.cli.options import FOLDER, option
 from vexport.cli.settings import Syntax
 from vexport.records import BatchSize, Scalar
+from vexport.records.chosen_metric import CHOSEN_METRIC_NEED, parse_chosen_metric
 from vexport.records.margins import EVERY_TASK, MarginSetting, MarginValue, parse_margin
 
 GenerationValue = Scalar | list[Scalar] | dict[str, Scalar]
@@ -78,18 +79,22 @@ def _batch_size(text: str) -> BatchSize:
 def _gates(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, str]:
-    """Parse [TASK=]METRIC[,FILTER] into a map from task to METRIC[,FILTER].
+    """Parse [TASK=]METRIC[:higher|:lower][,FILTER] into a map from tasks to the rest.
 
     The key `*` stands for all tasks that have the metric.
     """
     gates: dict[str, str] = {}
     for value in values:
         task, _, metric = value.rpartition("=")
-        if not metric or (task or "*") in gates:
-            raise click.BadParameter(
-                f"{value!r} does not have the form [TASK=]METRIC[,FILTER], or repeats a task."
-            )
-        gates[task or "*"] = metric
+        try:
+            parse_chosen_metric(metric)
+        except ValueError:
+            need = f"[TASK=]{CHOSEN_METRIC_NEED}"
+            raise click.BadParameter(f"{value!r}: need {need}.") from None
+        if (task or EVERY_TASK) in gates:
+            which = f"task {task}" if task else "all tasks"
+            raise click.BadParameter(f"the metric of {which} is given twice.")
+        gates[task or EVERY_TASK] = metric
     return gates
 
 

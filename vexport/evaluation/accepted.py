@@ -23,13 +23,14 @@ from pydantic import JsonValue
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.fingerprint import DIGITS, changed_settings
 from vexport.evaluation.lost import LETTERS, Ending, count_answers, letter_of, lost_answers_text
-from vexport.evaluation.metrics import NO_SHARES
+from vexport.evaluation.metrics import is_no_share, known_direction
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
 from vexport.files import digest_file, from_json, read_json_object, to_json, write_text
 from vexport.inference.fingerprint import Fingerprint
 from vexport.inference.questions import DIGEST_LENGTH, QuestionDigests, question_digest
 from vexport.records import AcceptedBaseline
+from vexport.records.chosen_metric import direction_name, parse_chosen_metric
 
 LINE = 100
 """Number of documents in a line."""
@@ -44,12 +45,12 @@ class AcceptedTask:
 
     `endings` has a letter for each response, but only for ranges in which a response was cut, is
     empty, or contains no answer. `endings` is None if the responses were not generated, or if the
-    file is older than this field.
+    file is older than this field. `higher_is_better` is None if nothing states the direction.
     """
 
     metric: str
     filter: str
-    higher_is_better: bool
+    higher_is_better: bool | None
     documents: int
     score: float
     scores: Mapping[str, str]
@@ -165,8 +166,10 @@ def accept_results(
     return accepted
 
 
-def pair_with(accepted: Accepted, candidate: Results) -> tuple[TaskPair, ...]:
+def pair_with(accepted: Accepted, candidate: Results, choice: Choice) -> tuple[TaskPair, ...]:
     """Pair a run with an accepted baseline, on the accepted metrics and filters.
+
+    `choice` may state the direction of a metric that was accepted without a direction.
 
     Raises:
         InputError: If a task or a document is missing in the run or in the baseline, or if a
@@ -188,7 +191,7 @@ def pair_with(accepted: Accepted, candidate: Results) -> tuple[TaskPair, ...]:
     problems += [InputError(where, got=f"also task {name}", need=need, fix=fix) for name in others]
     raise_all(problems)
     baseline = replace(candidate, tasks=old, groups=accepted.groups)
-    return gated_tasks(baseline, replace(candidate, tasks=new), {})
+    return gated_tasks(baseline, replace(candidate, tasks=new), choice)
 
 
 def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
@@ -211,13 +214,20 @@ def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
     return AcceptedTask(
         metric=gate.metric,
         filter=gate.filter,
-        higher_is_better=results.tasks[name].higher_is_better.get(gate.metric, gate.sign > 0),
+        higher_is_better=_stated_direction(results.tasks[name], gate),
         documents=len(samples),
         score=round(math.fsum(scores) / len(scores), 6),
         scores={line: _scores_text(chunk, gate.metric) for line, chunk in lines.items()},
         questions={line: "".join(map(_question, chunk)) for line, chunk in lines.items()},
         endings=_endings_text(lines),
     )
+
+
+def _stated_direction(task: TaskSamples, gate: TaskPair) -> bool | None:
+    """Return whether a higher aggregate is better, or None if nothing states it."""
+    if gate.direction_assumed:
+        return None
+    return gate.sign > 0 if gate.own_unit is None else task.direction(gate.metric)
 
 
 def _endings_text(lines: Mapping[str, Sequence[Sample]]) -> dict[str, str] | None:
@@ -363,7 +373,7 @@ def _accepted_answers(task: AcceptedTask, now: TaskSamples) -> TaskSamples:
             scores={task.metric: score},
             ending=ending,
         )
-    better = {task.metric: task.higher_is_better}
+    better = {} if task.higher_is_better is None else {task.metric: task.higher_is_better}
     return replace(now, higher_is_better=better, samples=samples, aggregates={})
 
 
@@ -375,7 +385,7 @@ def lost_answers(accepted: Accepted, alpha: float) -> tuple[str, ...]:
         if endings is None:
             continue
         scores = np.array([score for score, _ in stored_scores(task).values()])
-        sign = 1 if task.higher_is_better else -1
+        sign = -1 if task.higher_is_better is False else 1
         counts = count_answers([*endings.values()], scores, sign=sign, alpha=alpha)
         if words := lost_answers_text(None, counts):
             described.append(f"{name}: {words}")
@@ -385,24 +395,40 @@ def lost_answers(accepted: Accepted, alpha: float) -> tuple[str, ...]:
 def gate_contradictions(accepted: Accepted, gate: Choice) -> Iterator[InputError]:
     """Yield an error for each chosen gate that differs from the accepted gate.
 
-    `gate` maps a task or group, or `*` for all, to METRIC or METRIC,FILTER.
+    `gate` maps a task or group, or `*` for all, to METRIC[:higher|:lower][,FILTER].
     """
     for name, chosen in gate.items():
         for unit, old in choice_of(accepted).items():
-            is_same = chosen in (old, old.partition(",")[0])
-            if name in (unit, "*") and not is_same:
+            if name in (unit, "*") and not _agree(chosen, old):
                 got, need = f"{unit}={chosen}", f"{unit}={old}, as accepted"
                 fix = "leave it out, or accept the baseline again with this gate"
                 yield InputError("gate", got=got, need=need, fix=fix)
 
 
+def _agree(text: str, accepted: str) -> bool:
+    """Return True if a chosen metric does not contradict the accepted metric."""
+    chosen, old = parse_chosen_metric(text), parse_chosen_metric(accepted)
+    directions = {chosen.higher_is_better, old.higher_is_better} - {None}
+    return chosen.label in (old.label, old.metric) and len(directions) < 2
+
+
 def choice_of(accepted: Accepted) -> Choice:
-    """Return the accepted gates, so that the same gates can be accepted again."""
+    """Return the accepted gates, so that the same gates can be accepted again.
+
+    A gate contains a direction if it was stated and the metric's name does not define it.
+    """
     grouped = {member for members in accepted.groups.values() for member in members}
     names = {group: members[0] for group, members in accepted.groups.items()}
     names |= {name: name for name in accepted.tasks if name not in grouped}
     tasks = {unit: accepted.tasks[name] for unit, name in names.items()}
-    return {unit: f"{task.metric},{task.filter}" for unit, task in tasks.items()}
+    return {unit: _gate_text(task) for unit, task in tasks.items()}
+
+
+def _gate_text(task: AcceptedTask) -> str:
+    better = task.higher_is_better
+    is_needed = better is not None and better != known_direction(task.metric)
+    direction = f":{direction_name(bool(better))}" if is_needed else ""
+    return f"{task.metric}{direction},{task.filter}"
 
 
 def accepted_scores_text(accepted: Accepted) -> str:
@@ -416,5 +442,5 @@ def accepted_scores_text(accepted: Accepted) -> str:
 def _score_text(task: AcceptedTask) -> str:
     """Return the mean score: in per cent if the metric is a share, else as a number."""
     scores = [score for score, _ in stored_scores(task).values()]
-    is_share = task.metric not in NO_SHARES and all(0 <= score <= 1 for score in scores)
+    is_share = not is_no_share(task.metric) and all(0 <= score <= 1 for score in scores)
     return f"{task.score:.1%}" if is_share else f"{task.score:.4g}"

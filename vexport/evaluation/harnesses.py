@@ -4,8 +4,8 @@
   `doc`, `metric` and `model_response`.
 - EvalScope 1.14 writes `reviews/MODEL/DATASET_SUBSET.jsonl` (CacheManager). `sample_score` contains
   the score. `group_id` identifies the document, and `generation_index` is the seed.
-- JSON lines are any `.jsonl` file with `task`, `id`, `score`, and optionally `seed`, `answer` and
-  `finish_reason`.
+- JSON lines are any `.jsonl` file with `task`, `id`, `score`, and optionally `higher_is_better`,
+  `seed`, `answer` and `finish_reason`.
 
 The rows become `Sample` records, as for lm-eval's results. Therefore the same responses lead to the
 same verdict for every harness.
@@ -27,21 +27,6 @@ from vexport.inference.result_files import TIMESTAMP, result_files
 from vexport.records import Json
 
 Harness = Literal["lm-eval", "lighteval", "EvalScope", "JSON lines"]
-LOWER_IS_BETTER = frozenset(
-    (
-        "bits_per_byte",
-        "brier_score",
-        "byte_perplexity",
-        "cer",
-        "edit_distance",
-        "perplexity",
-        "ppl",
-        "ter",
-        "wer",
-        "word_perplexity",
-    )
-)
-"""Metrics of other harnesses for which lower is better. The harnesses' files do not record it."""
 _SUCCESS = "success"
 _DETAILS = "details_"
 # A length limit that no response reaches. A response then counts as cut only if its finish reason
@@ -56,7 +41,8 @@ class Answer:
     `identity` is the document's id. `seed` is the number of the response, or None if it is unknown.
     If the harness could not score the response, `scores` is empty and `problem` is the reason.
     `text` is None if the response was not stored or not generated. `options` is the number of
-    options of a multiple-choice document, else 0.
+    options of a multiple-choice document, else 0. `higher_is_better` is the direction of all
+    scores, or None if it was not stated.
     """
 
     where: str
@@ -70,6 +56,7 @@ class Answer:
     finish_reason: str | None = None
     options: int = 0
     problem: str = ""
+    higher_is_better: bool | None = None
 
 
 @dataclass(slots=True)
@@ -181,7 +168,10 @@ def _read_plain(path: Path) -> dict[str, _Task]:
 
 
 def _plain_answer(where: str, row: Mapping[str, Json]) -> tuple[str, Answer]:
-    fix = "write an object per line: task, id, score, and optionally seed, answer, finish_reason"
+    fix = (
+        "write an object per line: task, id, score, and optionally higher_is_better, seed, answer, "
+        "finish_reason"
+    )
     if missing := [key for key in ("task", "id", "score") if key not in row]:
         raise InputError(where, got=f"no {', '.join(missing)}", need="a scored document", fix=fix)
     task, seed = row["task"], row.get("seed")
@@ -190,6 +180,10 @@ def _plain_answer(where: str, row: Mapping[str, Json]) -> tuple[str, Answer]:
     if seed is not None and (type(seed) is not int or seed < 0):
         got = f"seed {clip(repr(seed), 100)}"
         raise InputError(where, got=got, need="a whole number from 0", fix=fix)
+    direction = row.get("higher_is_better")
+    if direction is not None and not isinstance(direction, bool):
+        got = f"higher_is_better {clip(repr(direction), 100)}"
+        raise InputError(where, got=got, need="true or false", fix=fix)
     score = row["score"]
     scores = _numbers(where, {"score": score})
     reason = row.get("finish_reason")
@@ -201,6 +195,7 @@ def _plain_answer(where: str, row: Mapping[str, Json]) -> tuple[str, Answer]:
         text=_text_or_none(row.get("answer")),
         finish_reason=reason if isinstance(reason, str) else None,
         problem="" if scores else "its score is null",
+        higher_is_better=direction,
     )
 
 
@@ -413,14 +408,33 @@ def _samples(name: str, task: _Task, harness: Harness) -> TaskSamples:
     _require_regular(task, name, list(samples.values()), unscored)
     ordered = dict(sorted(samples.items(), key=lambda item: _order(item[1])))
     metrics = {metric for sample in samples.values() for metric in sample.scores}
+    direction = _stated_direction(task.answers)
     return TaskSamples(
         task=name,
         file=task.file,
-        higher_is_better={metric: metric not in LOWER_IS_BETTER for metric in metrics},
+        higher_is_better={} if direction is None else dict.fromkeys(metrics, direction),
         samples=ordered,
         aggregations=dict.fromkeys(metrics, "mean"),
         unscored=unscored,
     )
+
+
+def _stated_direction(answers: Sequence[Answer]) -> bool | None:
+    """Return whether higher is better for a task, or None if no row states it.
+
+    Raises:
+        InputError: If two rows state different directions.
+    """
+    stated = [answer for answer in answers if answer.higher_is_better is not None]
+    for answer in stated:
+        if answer.higher_is_better != stated[0].higher_is_better:
+            raise InputError(
+                answer.where,
+                got=f"another higher_is_better than in {stated[0].where}",
+                need="the same direction in all rows of a task",
+                fix="correct one of the two rows",
+            )
+    return stated[0].higher_is_better if stated else None
 
 
 def _require_regular(

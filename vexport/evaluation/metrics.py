@@ -4,9 +4,14 @@ lm-eval's `higher_is_better` describes the aggregate (lm_eval/api/metrics.py, 0.
 also describes the documents' values. `perplexity` is exp(-mean) of log-likelihoods: a lower
 perplexity is better, but a higher log-likelihood is better. Metrics without one number for each
 document are in `aggregates.py`.
+
+A direction has one of these sources, in this order: the harness recorded it, or the user stated it
+(`--gate score:lower`), or the metric's name defines it (`known_direction`). Otherwise "higher is
+better" is assumed, and the verdict contains "direction assumed".
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,26 +47,67 @@ NO_SHARES = frozenset(
         "brier_score",
         "byte_perplexity",
         "likelihood",
+        "loss",
+        "nll",
         "perplexity",
+        "ppl",
         "ter",
         "word_perplexity",
     )
 )
 """Metrics that are not a share of correct responses, even if all values are between 0 and 1."""
+_LOWER_IS_BETTER = (
+    *("bits_per_byte", "brier_score", "byte_perplexity", "perplexity", "ppl", "word_perplexity"),
+    *("cer", "edit_distance", "error", "error_rate", "loss", "nll", "ter", "wer"),
+)
+_HIGHER_IS_BETTER = (
+    *("acc", "acc_all", "acc_bytes", "acc_mutual_info", "acc_norm", "accuracy", "bleu", "chrf"),
+    *("chrf++", "exact_match", "f1", "likelihood", "mcc", "pass@1", "pass_at_1"),
+)
+_SEPARATORS = re.compile(r"[\s_./-]+")
 _EQUAL = 1e-6
 # exp(-x) is infinite below this log-likelihood.
 _LOWEST = -700.0
+
+
+def plain_name(metric: str) -> str:
+    """Return a metric's name in lower case and without separators: `Exact Match`, `exactmatch`."""
+    return _SEPARATORS.sub("", metric.casefold())
+
+
+_DIRECTIONS = {
+    plain_name(name): higher_is_better
+    for names, higher_is_better in ((_HIGHER_IS_BETTER, True), (_LOWER_IS_BETTER, False))
+    for name in names
+}
+_PLAIN_NO_SHARES = frozenset(map(plain_name, NO_SHARES))
+
+
+def known_direction(metric: str) -> bool | None:
+    """Return whether higher is better by the definition of a metric with this name.
+
+    Whole names are compared, without case and separators: `WER` is `wer`, but `error_free` is not
+    `error`. Return None for all other names.
+    """
+    return _DIRECTIONS.get(plain_name(metric))
+
+
+def is_no_share(metric: str) -> bool:
+    """Return True for a metric in NO_SHARES, in any spelling."""
+    return plain_name(metric) in _PLAIN_NO_SHARES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricKind:
     """Direction and unit of a metric's values for single documents.
 
-    `in_nats` is True for log-likelihoods, and `is_perplexity` if the aggregate is exp(-mean) of
-    them. `undecided` is the reason why the metric cannot decide a verdict, empty if it can.
+    `is_assumed` is True if nothing states the direction. `in_nats` is True for log-likelihoods, and
+    `is_perplexity` if the aggregate is exp(-mean) of them. `undecided` is the reason why the metric
+    cannot decide a verdict, empty if it can.
     """
 
     higher_is_better: bool
+    is_assumed: bool = False
     in_nats: bool = False
     is_perplexity: bool = False
     undecided: str = ""
@@ -70,25 +116,28 @@ class MetricKind:
 def kind_of_metric(
     aggregation: str | None,
     *,
-    higher_is_better: bool,
+    higher_is_better: bool | None,
     values: Sequence[float],
     log_likelihoods: Sequence[float | None],
     aggregate: float | None,
 ) -> MetricKind:
     """Return the direction and unit of the documents' `values`, from the metric's `aggregation`.
 
-    `higher_is_better` and `aggregate` are lm-eval's records for the whole task. `aggregate` is None
-    if it is unknown. `log_likelihoods` are the logged responses of the same documents, None for
-    generated text.
+    `higher_is_better` and `aggregate` describe the whole task, and are None if they are unknown. An
+    unknown direction is assumed, unless the values are log-likelihoods. `log_likelihoods` are the
+    logged responses of the same documents, None for generated text.
     """
     if aggregation in LOG_LIKELIHOODS or _are_equal(values, log_likelihoods):
         is_perplexity = aggregation == "perplexity" or _is_perplexity(values, aggregate)
         return MetricKind(higher_is_better=True, in_nats=True, is_perplexity=is_perplexity)
     if _are_equal([-value for value in values], log_likelihoods):
         return MetricKind(higher_is_better=False, in_nats=True)
-    if aggregation in MEANS or aggregate is None or _is_mean(values, aggregate):
-        return MetricKind(higher_is_better=higher_is_better)
-    return MetricKind(higher_is_better=higher_is_better, undecided=_NO_MEAN)
+    is_mean = aggregation in MEANS or aggregate is None or _is_mean(values, aggregate)
+    return MetricKind(
+        higher_is_better=higher_is_better is not False,
+        is_assumed=higher_is_better is None,
+        undecided="" if is_mean else _NO_MEAN,
+    )
 
 
 _NO_MEAN = "it is not the mean of its documents' values, so these do not show which model is better"

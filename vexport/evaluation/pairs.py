@@ -21,11 +21,12 @@ from vexport.evaluation.aggregates import (
 )
 from vexport.evaluation.corpus import CorpusComparison, compare_corpora
 from vexport.evaluation.fingerprint import changed_settings
-from vexport.evaluation.metrics import NO_SHARES, WHOLE_CORPUS
+from vexport.evaluation.metrics import WHOLE_CORPUS, is_no_share
 from vexport.evaluation.results import Results, Sample, TaskSamples
 from vexport.evaluation.statistics import MIN_CLUSTERS, Clusters, Scores
 from vexport.inference.questions import HASHES
 from vexport.records.accuracy import Unit
+from vexport.records.chosen_metric import direction_name, parse_chosen_metric
 
 PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")
 """The first of these metrics that a task has is the metric that decides.
@@ -43,7 +44,7 @@ task's first filter is used.
 """
 EVERY_TASK = "*"
 Choice = Mapping[str, str]
-"""Task or group (or `*` for every task that has the metric) -> `metric` or `metric,filter`."""
+"""Task or group (or `*` for every task that has the metric) -> METRIC[:higher|:lower][,FILTER]."""
 # Metrics of lm-eval with a value from 0 to 1 for each document.
 SHARES = frozenset(("acc", "acc_norm", "acc_bytes", "exact_match"))
 # Maximum relative difference between a recorded aggregate and the same aggregate computed here.
@@ -59,7 +60,7 @@ class TaskPair:
     - `documents` has a pair of samples (baseline, candidate) for each response.
     - `baseline` and `candidate` have the shape (responses,). If `seeds` is 1, each document has a
       single response.
-    - `sign` is -1 if lower is better.
+    - `sign` is -1 if lower is better. `direction_assumed` is True if nothing states the direction.
     - `clusters`, of the same shape, has the number of each response's cluster, or is None without
       clusters. Clusters are the tasks of a group, or the documents if `seeds` responses were
       sampled for each document.
@@ -104,6 +105,7 @@ class TaskPair:
     to_aggregate: Callable[[float], float] = float
     undecided: str = ""
     available: int | None = None
+    direction_assumed: bool = False
     margin: float | None = None
     relative_margin: float | None = None
 
@@ -113,7 +115,7 @@ class TaskPair:
         if self.own_unit is not None:
             return self.own_unit
         values = np.concatenate([self.baseline, self.candidate])
-        is_share = self.metric not in NO_SHARES and bool(((values >= 0) & (values <= 1)).all())
+        is_share = not is_no_share(self.metric) and bool(((values >= 0) & (values <= 1)).all())
         return "share" if is_share else "metric"
 
     @property
@@ -236,6 +238,8 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
             if name not in (*units, EVERY_TASK)
         ]
     )
+    baseline, candidate = with_directions(baseline, candidate, units, choice)
+    choice = {name: parse_chosen_metric(text).label for name, text in choice.items()}
     compared = [
         partial(_metric_pairs, name, members, baseline, candidate)
         for name, members in units.items()
@@ -261,6 +265,46 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
     return tuple(
         replace(gate, available=_available(units[name], baseline)) for name, gate in gates.items()
     )
+
+
+def with_directions(
+    baseline: Results, candidate: Results, units: Mapping[str, Sequence[str]], choice: Choice
+) -> tuple[Results, Results]:
+    """Return both results with the directions that `choice` states.
+
+    `units` maps each task or group to its tasks.
+
+    Raises:
+        InputError: If a harness recorded another direction.
+    """
+    stated: dict[str, dict[str, bool]] = {}
+    problems: list[InputError] = []
+    for name, text in choice.items():
+        chosen = parse_chosen_metric(text)
+        if chosen.higher_is_better is None:
+            continue
+        members = [*baseline.tasks] if name == EVERY_TASK else units[name]
+        for member in members:
+            stated.setdefault(member, {})[chosen.metric] = chosen.higher_is_better
+            sides = (each.tasks[member].higher_is_better for each in (baseline, candidate))
+            if (not chosen.higher_is_better) in (side.get(chosen.metric) for side in sides):
+                recorded = direction_name(not chosen.higher_is_better)
+                where = "gate" if name == EVERY_TASK else f"gate of task {name}"
+                need = f"{chosen.metric}:{recorded}, as in the results of {member}"
+                problems.append(InputError(where, got=text, need=need, fix="leave it out"))
+                break
+    raise_all(problems)
+    left, right = (_with_stated(each, stated) for each in (baseline, candidate))
+    return left, right
+
+
+def _with_stated(results: Results, stated: Mapping[str, Mapping[str, bool]]) -> Results:
+    """Return results with stated directions, by task and metric."""
+    tasks = {
+        name: replace(task, higher_is_better={**task.higher_is_better, **stated.get(name, {})})
+        for name, task in results.tasks.items()
+    }
+    return replace(results, tasks=tasks) if stated else results
 
 
 def _available(members: Sequence[str], results: Results) -> int | None:
@@ -405,6 +449,8 @@ def pair_metrics(
 ) -> Iterator[TaskPair]:
     """Yield a pair for every (metric, filter) of a task.
 
+    A direction that only one of the two runs states applies to both.
+
     Metrics with a number per document come first, in the task's order. Metrics of the whole corpus
     follow if their aggregation is known.
 
@@ -412,6 +458,10 @@ def pair_metrics(
         InputError: If the prompts of the two runs differ. The error names the document and the
         settings that `changed`.
     """
+    both = {**right.higher_is_better, **left.higher_is_better}
+    for metric, direction in right.higher_is_better.items():
+        require_same_direction(f"{right.file}: task {left.task}", metric, both[metric], direction)
+    left, right = replace(left, higher_is_better=both), replace(right, higher_is_better=both)
     right = _with_ids_of(left, right)
     _require_equal_documents(left, right, ", ".join(changed) or "nothing known")
     for filter_name in dict.fromkeys(key[0] for key in left.samples):
@@ -422,8 +472,6 @@ def pair_metrics(
         )
         for metric in pairs[0][0].scores:
             if all(metric in x.scores and metric in y.scores for x, y in pairs):
-                directions = (each.higher_is_better.get(metric) for each in (left, right))
-                require_same_direction(f"{right.file}: task {left.task}", metric, *directions)
                 yield _pair(left, right, metric, pairs)
         for metric in pairs[0][0].values:
             try:
@@ -614,6 +662,7 @@ def _pair(
         clusters=_documents_as_clusters(pairs),
         seeds=1 + max(sample.seed for sample, _ in pairs),
         undecided=kind.undecided or other_kind.undecided,
+        direction_assumed=kind.is_assumed,
     )
     if not kind.in_nats and not other_kind.in_nats:
         return pair
@@ -622,7 +671,7 @@ def _pair(
         left, right, higher_is_better=in_nats.higher_is_better, is_perplexity=in_nats.is_perplexity
     )
     try:
-        return _with_corpus(replace(pair, undecided=""), table)
+        return _with_corpus(replace(pair, undecided="", direction_assumed=False), table)
     except NotReadable as error:
         sign = 1 if table.higher_is_better else -1
         return replace(pair, sign=sign, own_unit=table.unit, undecided=str(error))

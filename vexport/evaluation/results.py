@@ -23,7 +23,12 @@ from vexport.evaluation.fingerprint import (
 )
 from vexport.evaluation.json_lines import json_lines
 from vexport.evaluation.lost import Ending, ending_of
-from vexport.evaluation.metrics import AGGREGATIONS, MetricKind, kind_of_metric
+from vexport.evaluation.metrics import (
+    AGGREGATIONS,
+    MetricKind,
+    kind_of_metric,
+    known_direction,
+)
 from vexport.files import read_json_object
 from vexport.inference.added_keys import FINISH_REASON, SEED
 from vexport.inference.fingerprint import read_fingerprint
@@ -78,7 +83,8 @@ class TaskSamples:
 
     If several responses were sampled for a document, they have the seeds 0, 1, and so on. A single
     response has the seed 0. `higher_is_better`, `aggregations` and `aggregates` (by
-    `metric,filter`) describe the metrics of the whole task. `corpus_metrics` are the metrics
+    `metric,filter`) describe the metrics of the whole task. `higher_is_better` has only directions
+    that the harness or the user stated. `corpus_metrics` are the metrics
     without a number per document. `metric_list` has the metrics in the task's configuration.
     `unscored` has the reasons why responses have no score, by document and seed.
     """
@@ -100,6 +106,11 @@ class TaskSamples:
         """
         return self.aggregations.get(metric, AGGREGATIONS.get(metric))
 
+    def direction(self, metric: str) -> bool | None:
+        """Return whether a higher aggregate is better, or None if nothing states it."""
+        stated = self.higher_is_better.get(metric)
+        return known_direction(metric) if stated is None else stated
+
     def metric_kind(self, metric: str, filter_name: str) -> MetricKind:
         """Return the direction and unit of a metric that all documents have."""
         samples = [
@@ -107,7 +118,7 @@ class TaskSamples:
         ]
         return kind_of_metric(
             self.aggregation(metric),
-            higher_is_better=self.higher_is_better.get(metric, True),
+            higher_is_better=self.direction(metric),
             values=[sample.scores[metric] for sample in samples],
             log_likelihoods=[sample.log_likelihood for sample in samples],
             aggregate=self.aggregates.get(f"{metric},{filter_name}"),

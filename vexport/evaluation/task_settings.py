@@ -10,9 +10,15 @@ from vexport.errors import InputError, raise_all
 from vexport.evaluation.accepted import Accepted, choice_of, stored_scores
 from vexport.evaluation.aggregates import WHOLE_CORPUS_AGGREGATIONS
 from vexport.evaluation.margins import unknown_names, wrong_kind
-from vexport.evaluation.metrics import AGGREGATIONS, LOG_LIKELIHOODS, MEANS, NO_SHARES
+from vexport.evaluation.metrics import (
+    AGGREGATIONS,
+    LOG_LIKELIHOODS,
+    MEANS,
+    is_no_share,
+)
 from vexport.evaluation.pairs import PREFERRED_METRICS, SHARES
 from vexport.inference.tasks import TaskMetrics
+from vexport.records.chosen_metric import parse_chosen_metric
 from vexport.records.margins import EVERY_TASK, Margin, MarginSetting, margins_by_task
 from vexport.scenario import Evaluate
 
@@ -60,7 +66,7 @@ def require_valid_against(
     everywhere = margins.get(EVERY_TASK)
     for name, gate in gates.items():
         own = margins.get(name, everywhere)
-        metric = _metric_of(gate)
+        metric = parse_chosen_metric(gate).metric
         is_share = _is_accepted_share(accepted, name, metric)
         if own is not None and is_share is not None and own.is_relative == is_share:
             problems.append(wrong_kind(name, metric, own, is_share=is_share))
@@ -89,7 +95,7 @@ def _is_accepted_share(accepted: Accepted, name: str, metric: str) -> bool | Non
         for score, _ in stored_scores(accepted.tasks[member]).values():
             if not 0 <= score <= 1:
                 return False
-    return False if metric in NO_SHARES else None
+    return False if is_no_share(metric) else None
 
 
 def _unknown_gates(gates: Mapping[str, str], tasks: Sequence[TaskMetrics]) -> Iterator[InputError]:
@@ -121,7 +127,7 @@ def _certainly_lacks(task: TaskMetrics, gate: str) -> bool:
     record further metrics when the task runs.
     """
     is_complete = not task.has_code and task.metrics.keys() <= AGGREGATIONS.keys()
-    return is_complete and _metric_of(gate) not in task.metrics
+    return is_complete and parse_chosen_metric(gate).metric not in task.metrics
 
 
 def _wrong_kinds(
@@ -140,17 +146,12 @@ def _wrong_kinds(
 def _possible_gates(task: TaskMetrics, gates: Mapping[str, str]) -> list[str]:
     """Return the metrics that may decide, the most likely metric first."""
     if task.name in gates:
-        return [_metric_of(gates[task.name])]
-    everywhere = _metric_of(gates.get(EVERY_TASK, ""))
-    if everywhere in task.metrics:
-        return [everywhere]
+        return [parse_chosen_metric(gates[task.name]).metric]
+    everywhere = gates.get(EVERY_TASK)
+    if everywhere is not None and parse_chosen_metric(everywhere).metric in task.metrics:
+        return [parse_chosen_metric(everywhere).metric]
     preferred = [metric for metric in PREFERRED_METRICS if metric in task.metrics]
     return preferred[:1] or [*task.metrics]
-
-
-def _metric_of(gate: str) -> str:
-    """Return the metric of `metric` or `metric,filter`."""
-    return gate.partition(",")[0]
 
 
 def _is_share(metric: str, aggregation: str) -> bool | None:
@@ -159,6 +160,6 @@ def _is_share(metric: str, aggregation: str) -> bool | None:
     Return None if this can only be decided from the metric's values.
     """
     name = aggregation or AGGREGATIONS.get(metric, "")
-    if name in _NOT_SHARES or metric in NO_SHARES:
+    if name in _NOT_SHARES or is_no_share(metric):
         return False
     return True if metric in SHARES and name in MEANS else None

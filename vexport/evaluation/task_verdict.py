@@ -128,6 +128,7 @@ def compare_task(
         also=tuple(comparison(other, margin=margin, alpha=alpha) for other in pair.informational),
         unit=pair.unit,
         higher_is_better=pair.sign > 0,
+        direction_assumed=pair.direction_assumed,
         baseline_answers=counts[0],
         candidate_answers=counts[1],
         lost_answers=words,
@@ -203,6 +204,7 @@ def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
         outcome="INCONCLUSIVE" if pair.undecided else _outcome(low, high, margin),
         unit=pair.unit,
         higher_is_better=pair.sign > 0,
+        direction_assumed=pair.direction_assumed,
         margin=margin,
         relative_margin=pair.relative_margin,
     )

@@ -84,7 +84,7 @@ def decide(
         accepted = read_accepted(baseline)
         raise_all([*gate_contradictions(accepted, gate)])
         where, recorded = ("when the baseline was accepted", "now"), accepted.fingerprint
-        gates = pair_with(accepted, right)
+        gates = pair_with(accepted, right, gate)
         identity = describe_accepted(baseline, accepted)
     else:
         identity = None
@@ -106,7 +106,11 @@ def decide(
     gates = with_margins(gates, margin)
     shares = margin_of_shares(margin)
     verdict = judge(gates, margin=shares, alpha=alpha, prompting=right.prompting)
-    warnings = (*_lost_warnings(verdict), *changes(circumstances, right.fingerprint, where=where))
+    warnings = (
+        *_direction_warnings(verdict),
+        *_lost_warnings(verdict),
+        *changes(circumstances, right.fingerprint, where=where),
+    )
     return replace(
         verdict,
         method=verdict.method + repeated,
@@ -118,6 +122,19 @@ def decide(
         baseline_fingerprint=recorded,
         accepted=identity,
     )
+
+
+def _direction_warnings(verdict: Verdict) -> Iterator[str]:
+    """Yield a warning for every metric that is assumed to be better if it is higher."""
+    tasks: dict[str, list[str]] = {}
+    for task in verdict.tasks:
+        if task.direction_assumed:
+            tasks.setdefault(task.metric, []).append(task.task)
+    for metric, names in tasks.items():
+        yield (
+            f"{join_limited(names, ' and ', MAX_NAMED)}: the direction of {metric} is assumed: "
+            f"higher is better; state it with --gate {metric}:higher or {metric}:lower"
+        )
 
 
 def _lost_warnings(verdict: Verdict) -> Iterator[str]:
@@ -319,9 +336,17 @@ class _Unit:
 
 def reason_for(outcome: Outcome, tasks: Sequence[TaskVerdict], *, margin: float) -> str:
     """Return the reason for the outcome over all tasks, without a full stop."""
-    if outcome == "PASS":
-        return _pass_reason(tasks, margin)
-    return _fail_reason(tasks, margin) if outcome == "FAIL" else _inconclusive_reason(tasks, margin)
+    makers = {"PASS": _pass_reason, "FAIL": _fail_reason, "INCONCLUSIVE": _inconclusive_reason}
+    return makers[outcome](tasks, margin) + _assumed_text(tasks)
+
+
+def _assumed_text(tasks: Sequence[TaskVerdict]) -> str:
+    """Return a clause on metrics whose direction nothing states, or ""."""
+    assumed = [task.task for task in tasks if task.direction_assumed]
+    if not assumed:
+        return ""
+    names = "" if len(tasks) == 1 else f" for {join_limited(assumed, ' and ', MAX_NAMED)}"
+    return f"; direction assumed{names}: higher is better"
 
 
 def _unit(task: TaskVerdict, margin: float) -> _Unit:

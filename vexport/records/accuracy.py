@@ -269,7 +269,8 @@ class Comparison:
     `baseline` and `candidate` are lm-eval's aggregates. For perplexities, the difference is in
     nats: the logarithm of the ratio of both perplexities, with a negative sign if the perplexity
     rises. `margin` is in the unit of the difference. If it is relative, `relative_margin` is its
-    share of the baseline's value. Both are None in reports of older versions.
+    share of the baseline's value. Both are None in reports of older versions. `direction_assumed`
+    is True if neither the harness nor the user states whether higher is better.
     """
 
     task: str
@@ -286,6 +287,7 @@ class Comparison:
     higher_is_better: bool = True
     margin: float | None = None
     relative_margin: float | None = None
+    direction_assumed: bool = False
 
     @property
     def in_shares(self) -> bool:
@@ -334,7 +336,8 @@ class TaskVerdict:
       mean is not positive.
     - `unit` is the unit of the difference. It is None in reports of older versions.
     - `higher_is_better` is True if a higher score of a single document is better. For perplexities,
-      this score is the document's log-likelihood.
+      this score is the document's log-likelihood. `direction_assumed` is True if neither the
+      harness nor the user states it.
     - The values of `baseline` and `candidate` are lm-eval's aggregates. For perplexities, the
       difference is in nats: the logarithm of the ratio of both perplexities, with a negative sign
       if the perplexity rises.
@@ -409,6 +412,7 @@ class TaskVerdict:
     settling_margin: float | None = None
     margin: float | None = None
     relative_margin: float | None = None
+    direction_assumed: bool = False
 
     @property
     def in_shares(self) -> bool:

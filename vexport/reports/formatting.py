@@ -413,9 +413,13 @@ def _obstacle_to_cause(verdict: "Verdict | None") -> str:
 
 
 def task_title(task: "TaskVerdict | Comparison") -> str:
-    """Return the task with its metric, and with the filter if it is not lm-eval's default."""
+    """Return the task with its metric, and with the filter if it is not lm-eval's default.
+
+    The title also contains "direction assumed" if nothing states the direction of the metric.
+    """
     suffix = "" if task.filter in ("", "none") else f", {task.filter}"
-    return f"{task.task} ({task.metric}{suffix})"
+    assumed = ", direction assumed" if task.direction_assumed else ""
+    return f"{task.task} ({task.metric}{suffix}{assumed})"
 
 
 def accepted_loss(verdict: "Verdict") -> str:

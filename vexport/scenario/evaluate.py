@@ -19,6 +19,7 @@ from pydantic import (
 from vexport.errors import nearest_hint
 from vexport.records import GENERATION_KEYS, BatchSize, Endpoint, GenKwargs
 from vexport.records.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
+from vexport.records.chosen_metric import parse_chosen_metric
 from vexport.records.margins import DEFAULT_MARGIN, DEFAULT_RELATIVE_MARGIN, parse_margin
 from vexport.records.values import MOST_COUNT, Positive
 from vexport.scenario.declaring import Key, Option
@@ -130,14 +131,23 @@ AlphaSetting = Annotated[
     Lt(0.5),
     Option("Accepted probability of a wrong PASS.", "Verdict", metavar="A"),
 ]
+
+
+def _check_gates(value: dict[str, str]) -> dict[str, str]:
+    for metric in value.values():
+        parse_chosen_metric(metric)
+    return value
+
+
 GateSetting = Annotated[
     dict[str, str],
+    AfterValidator(_check_gates),
     Option(
         "Metric of the verdict, for a task or for all tasks.",
         "Verdict",
-        metavar="[TASK=]METRIC[,FILTER]",
+        metavar="[TASK=]METRIC[:higher|:lower][,FILTER]",
         unset="`exact_match`, else `acc`",
-        more='In a scenario `{gsm8k: "exact_match,flexible-extract"}`.',
+        more='In a scenario `{gsm8k: "exact_match,flexible-extract", asr: "wer:lower"}`.',
     ),
 ]
 
