@@ -66,10 +66,10 @@ def test_annotations_are_at_the_line(
     (broken / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path / "repository")
     monkeypatch.delenv("GITHUB_WORKSPACE")
-    (nan,) = vexport("check", "models/broken", "--format", "github").stdout.splitlines()
+    nan, _ = vexport("check", "models/broken", "--format", "github").stdout.splitlines()
     assert nan.startswith("::error file=models/broken/model.safetensors,line=1,title=")
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "elsewhere"))
-    (outside,) = vexport("check", "models/broken", "--format", "github").stdout.splitlines()
+    outside, _ = vexport("check", "models/broken", "--format", "github").stdout.splitlines()
     assert outside.startswith("::error title=")
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from shutil import copytree
 
@@ -11,9 +12,11 @@ import xxhash
 
 from tests.command import findings, vexport
 from tests.models import Good, errors, problems, quantize
-from tests.mutations.edits import put, spoiled
+from tests.mutations.edits import drop, put, spoiled
 from vexport.checkpoint.index import read_index
-from vexport.checks import shards
+from vexport.checks import CHECKS, check_checkpoint, shards
+from vexport.checks.shards import VALUES
+from vexport.records.gates import check_gates
 
 DOWN = "model.layers.0.mlp.down_proj"
 
@@ -47,16 +50,49 @@ def test_recorded_digests_cover_whole_files(llama: Path, tmp_path: Path) -> None
     assert digests_of(tmp_path / "out") == expected
 
 
-def test_report_names_values_that_nothing_was_compared_with(good: Good, tmp_path: Path) -> None:
-    """Without digests and source, a wrong scale may pass. The report lists weights and scales."""
-    folder = copytree(good("W4A16"), tmp_path / "out")
-    assert "not compared" not in vexport("check", "--static", folder).stdout
+@pytest.mark.parametrize("listed", [None, "config.json", "model-00001"])
+def test_weights_without_digest_are_not_judged(
+    listed: str | None, llama: Path, tmp_path: Path
+) -> None:
+    """A weight file that has no digest may have a wrong scale. No other check would find it."""
+    folder = tmp_path / "out"
+    quantize(llama, folder, "W4A16", "--max-shard-size", "100KB")
+    assert vexport("check", "--static", "--strict", folder).code == 0
     (folder / "vexport.json").unlink()
-    ran = vexport("check", "--static", folder)
-    assert ran.code == 0
-    (line,) = (each for each in ran.stdout.splitlines() if each.startswith("not compared"))
-    assert "weights and scales" in line
-    assert "--source" in line
+    options = ["--static", "--strict", "--format", "json"]
+    if listed is not None:
+        names = [file for file in folder.iterdir() if file.name.startswith(listed)]
+        options += ["--digests", str(_sha256_list(names, tmp_path / "SHA256SUMS"))]
+    ran = vexport("check", folder, *options)
+    assert ran.code == 3
+    ((entry,),) = (each["not_judged"] for each in json.loads(ran.stdout))
+    assert entry["what"] == VALUES
+    assert ("--source" in entry["why"], "--digests" in entry["why"]) == (True, True)
+    every = _sha256_list(folder.glob("*.safetensors"), tmp_path / "SHA256SUMS")
+    assert vexport("check", "--static", "--strict", folder, "--digests", every).code == 0
+
+
+def test_source_judges_values(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    quantize(llama, folder, "NVFP4A16")
+    (folder / "vexport.json").unlink()
+    (entry,) = check_checkpoint(str(folder)).not_judged
+    gates = check_gates(check_checkpoint(str(folder)), [*CHECKS])
+    (gate,) = (each for each in gates if each.status == "SKIPPED")
+    assert (gate.name, gate.status, gate.message) == (VALUES, "SKIPPED", entry.why)
+    options = ("--static", "--strict", "--source")
+    assert vexport("check", folder, *options, llama).code == 0
+    partial = copytree(llama, tmp_path / "partial")
+    drop(f"{DOWN}.weight")(partial)
+    ran = vexport("check", folder, *options, partial)
+    assert ran.code == 3
+    assert f"1 layer could not be compared with the source: {DOWN}" in ran.stderr
+
+
+def _sha256_list(files: Iterable[Path], out: Path) -> Path:
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+    out.write_text("".join(lines))
+    return out
 
 
 def test_changed_bytes_are_found(good: Good, tmp_path: Path) -> None:
@@ -76,11 +112,11 @@ def test_large_files_need_option(
     monkeypatch.setattr(shards, "MAX_BYTES", 1000)
     folder = copytree(good("W4A16"), tmp_path / "out")
     flip_bits(folder)
-    (note,) = problems(folder)
-    assert (note.check, note.severity) == ("digests", "info")
-    assert note.where == f"{folder / 'vexport.json'}: digests"
-    assert note.fix == "add --digests vexport.json"
+    assert problems(folder) == []
+    (entry,) = check_checkpoint(str(folder)).not_judged
+    assert (entry.what, "add --digests vexport.json" in entry.why) == (VALUES, True)
     assert vexport("check", folder).code == 0
+    assert vexport("check", folder, "--strict").code == 3
     assert vexport("check", folder, "--digests", "vexport.json").code == 1
     assert vexport("check", good("W4A16"), "--digests", "vexport.json").code == 0
 

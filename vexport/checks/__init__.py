@@ -5,7 +5,7 @@ which contains vLLM's rules for reading a checkpoint. `numbers` has functions th
 numbers.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,8 @@ from vexport.checks.model import class_not_judged
 from vexport.checks.vllm.view import ANY, CheckFunction, CheckpointView, Target
 from vexport.errors import InputError, InputErrors, VexportError, convert_os_error
 from vexport.errors.extras import unexpected_error
-from vexport.records import VALUE_COMPARISON, CheckReport, Finding, NotJudged
+from vexport.records import CheckReport, Finding, NotJudged
+from vexport.records.values import plural
 from vexport.version import PINNED, short_version
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ SOURCE = "source"
 SOURCE_DESCRIPTION = (
     "weights, unquantized tensors, tokenizer, chat template and configs match the source (--source)"
 )
+# `expected` of findings on layers that cannot be compared with the source.
+COMPARABLE = "a quantized weight to compare with the source's weight"
 # Families that apply to every quantization method.
 METHOD_INDEPENDENT = ("shards", "digests", "config")
 # Families that read stored numbers. If the checkpoint uses a method other than compressed-tensors,
@@ -68,8 +71,6 @@ HEADER_FAMILIES = (
 # Parts of a checkpoint that the static checks may leave unchecked, as named in reports.
 NAMES = "names and shapes of tensors"
 NUMBERS = "quantized weights and their scales"
-# Why a wrong weight or scale may pass. Without a reference, only impossible values are found.
-_NO_REFERENCE = "there are no digests; add --source MODEL to compare them with the original model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,7 @@ def check_checkpoint(
     """
     root = root or Path(name)
     require_config(root)
-    not_judged, skipped_checks = tuple[NotJudged, ...](), tuple[NotJudged, ...]()
+    not_judged: tuple[NotJudged, ...] = ()
     vllm = target.vllm or PINNED
     try:
         index = read_index(root)
@@ -136,10 +137,7 @@ def check_checkpoint(
             vllm = view.model.target_version
             # Several families may report the same unreadable file.
             findings = tuple(dict.fromkeys(all_findings(view, against)))
-            not_judged = tuple(parts_not_judged(view))
-            skipped_checks = tuple(shards.without_digests(view))
-            if skipped_checks and against is None and view.quantization.values is not None:
-                skipped_checks += (NotJudged(what=VALUE_COMPARISON, why=_NO_REFERENCE),)
+            not_judged = (*parts_not_judged(view), *_values_not_judged(view, against, findings))
     except InputError as problem:
         findings = error_findings(problem)
     except OSError as error:
@@ -150,7 +148,6 @@ def check_checkpoint(
         ok=ok,
         findings=findings,
         not_judged=not_judged,
-        skipped_checks=skipped_checks,
         vllm=short_version(vllm),
         tp=tuple(target.tp) or (1,),
         sm=tuple(target.sm),
@@ -283,3 +280,20 @@ def parts_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
         why = "vexport does not check vLLM's scheme for static INT8 outputs (WNA8O8Int)"
         yield NotJudged(what=NUMBERS, why=why)
     yield from tensors_not_judged(view)
+
+
+def _values_not_judged(
+    view: CheckpointView, against: SourceComparison | None, findings: Sequence[Finding]
+) -> Iterator[NotJudged]:
+    """Yield an entry if neither digests nor the source can show that a value is wrong.
+
+    If vexport does not support the quantization method, `parts_not_judged` has this entry already.
+    """
+    unjudged = () if unsupported_method(view) else tuple(shards.values_not_judged(view))
+    if against is None:
+        yield from unjudged
+        return
+    layers = [each.where for each in findings if each.expected == COMPARABLE]
+    if unjudged and layers:
+        why = f"{plural(len(layers), 'layer')} could not be compared with the source: {layers[0]}"
+        yield NotJudged(what=shards.VALUES, why=why)

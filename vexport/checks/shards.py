@@ -2,13 +2,13 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from vexport.checkpoint.index import INDEX_NAME, read_header
 from vexport.checkpoint.reader import same_bytes
-from vexport.checks.vllm.findings import error, info, warning
+from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.files import read_json_object
@@ -21,8 +21,10 @@ SHARD = re.compile(r"(?P<start>.*)-\d+(?P<of>-of-(?P<count>\d{1,9})\.safetensors
 DESCRIPTION = "vLLM loads the same files that the index lists, and each tensor is in only one file"
 DIGESTS_NAME = "digests"
 DIGESTS_DESCRIPTION = (
-    "the digests of the files match the recorded digests (vexport.json, --digests)"
+    "the files match all digests that are recorded for them (vexport.json, --digests)"
 )
+# Part of a checkpoint that only digests or a comparison with the source can judge.
+VALUES = "values of weights and scales"
 # Digests of more bytes than this are only computed with --digests, because reading all weights
 # takes long. All other checks take a second or two.
 MAX_BYTES = 8_000_000_000
@@ -152,46 +154,49 @@ def digests(view: CheckpointView) -> Iterator[Finding]:
 
     A file in `view.digests` must exist. A file that is only in vexport.json may be missing.
     """
-    root = view.index.root
-    recorded = {
-        name: digest for name, digest in recorded_digests(root).items() if (root / name).is_file()
-    }
-    num_bytes = sum((root / name).stat().st_size for name in recorded)
-    if num_bytes > MAX_BYTES and view.digests is None:
-        where = f"{root / RECIPE}: {DIGESTS}"
-        expected = "each weight file compared with its digest"
-        got = (
-            f"no comparison: the weights have {num_bytes / 1e9:,.0f} GB, and weights of more than "
-            f"{MAX_BYTES / 1e9:.0f} GB are only read with --digests"
+    recorded = recorded_digests(view.index.root)
+    existing = {name: recorded[name] for name in _existing(view, recorded)}
+    if not _is_too_large(view, recorded):
+        yield from _compare_digests(
+            view, existing, f"if it was changed on purpose, remove {DIGESTS!r} from {RECIPE}"
         )
-        yield info(
-            DIGESTS_NAME,
-            where,
-            claim=None,
-            expected=expected,
-            got=got,
-            fix=f"add --digests {RECIPE}",
-        )
-        recorded = {}
-    yield from _compare_digests(
-        view, recorded, f"if it was changed on purpose, remove {DIGESTS!r} from {RECIPE}"
-    )
     yield from _compare_digests(
         view, view.digests or {}, "if the list may be wrong, get it from the checkpoint's publisher"
     )
 
 
-def without_digests(view: CheckpointView) -> Iterator[NotJudged]:
-    """Yield the reason if there are no digests to compare the files with."""
-    if view.digests is None:
-        try:
-            recorded = recorded_digests(view.index.root)
-        except InputError:  # `digests` reports it
-            return
-        if not recorded:
-            yield NotJudged(
-                what=DIGESTS_NAME, why=f"{RECIPE} has no digests, and --digests is not given"
-            )
+def values_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
+    """Yield an entry if the bytes of a weight file are compared with no digest.
+
+    Without a digest and the source, checks find only values that are impossible or unusual.
+    """
+    try:
+        recorded = recorded_digests(view.index.root)
+    except InputError:  # `digests` reports it
+        return
+    root = view.index.root
+    files = {os.path.relpath(each.file, root) for each in view.index.tensors.values()}
+    missing = sorted(files - recorded.keys() - (view.digests or {}).keys())
+    if missing:
+        name = missing[0] if len(missing) == 1 else f"{len(missing):,} of {len(files):,} files"
+        why = f"there is no digest of {name}; add --source MODEL, or --digests FILE"
+        yield NotJudged(what=VALUES, why=why)
+    elif files and _is_too_large(view, recorded):
+        why = (
+            f"weights of more than {MAX_BYTES / 1e9:.0f} GB are only compared with the digests in "
+            f"{RECIPE} on request; add --digests {RECIPE}"
+        )
+        yield NotJudged(what=VALUES, why=why)
+
+
+def _is_too_large(view: CheckpointView, recorded: Iterable[str]) -> bool:
+    """Return True if the recorded digests are only compared with `--digests`."""
+    sizes = [(view.index.root / name).stat().st_size for name in _existing(view, recorded)]
+    return view.digests is None and sum(sizes) > MAX_BYTES
+
+
+def _existing(view: CheckpointView, names: Iterable[str]) -> list[str]:
+    return [name for name in names if (view.index.root / name).is_file()]
 
 
 def _compare_digests(
@@ -202,7 +207,7 @@ def _compare_digests(
     `alternative` is a second remedy, for the case that the file is correct.
     """
     root = view.index.root
-    names = [name for name in digests if (root / name).is_file()]
+    names = _existing(view, digests)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         computed = pool.map(
             lambda name: digest_of(root / name, digests[name].partition(":")[0]), names

@@ -25,7 +25,7 @@ from vexport.checks.numbers import (
     scale_range,
     scale_values,
 )
-from vexport.checks.shards import without_digests
+from vexport.checks.shards import values_not_judged
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
@@ -131,7 +131,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                     yield from rule(view, group, layer)
         for layer in layers:
             view.reader.release(layer.parameters.values())
-    if next(without_digests(view), None) is not None:
+    if next(values_not_judged(view), None) is not None:
         yield from _unusual_layers(typical)
     yield from code_range_findings(view)
     yield from all_zero_tensors(view)

@@ -233,7 +233,7 @@ def require_judged(reports: Sequence[CheckReport]) -> None:
         if report.not_judged:
             first, more = report.not_judged[0].brief, _number_of_others(len(report.not_judged))
             got = f"not judged, but --strict requires it: {first.what}{more}: {first.why}"
-            fix = "load it where vLLM runs (`vexport load`), or leave --strict out"
+            fix = "remove the cause, load it where vLLM runs (`vexport load`), or omit --strict"
             raise Inconclusive(report.checkpoint, got=got, need="", fix=fix)
 
 

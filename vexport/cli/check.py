@@ -58,7 +58,13 @@ if TYPE_CHECKING:
 )
 @interpreter_option
 @speculative_option
-@option("--strict", "Exit with code 3 if something could not be judged.", heading="vLLM", flag=True)
+@option(
+    "--strict",
+    "Exit with code 3 if something could not be judged. If another tool wrote CHECKPOINT, this "
+    "needs --source or --digests to judge the values.",
+    heading="vLLM",
+    flag=True,
+)
 @option(
     "--all every",
     "List every finding separately, with vLLM's messages in full.",
@@ -91,7 +97,7 @@ def check(
     \b
     Examples:
       vexport check OUT
-      vexport check OUT --static --strict
+      vexport check OUT --strict
       vexport check OUT --tp 1,2,4 --sm 80,90
       vexport check OUT --gpu L40S,H100
       vexport check OUT --source MODEL

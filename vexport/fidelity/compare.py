@@ -6,7 +6,7 @@ from pathlib import Path
 from vexport.architectures import with_stars
 from vexport.checkpoint.index import find_quantization, read_index
 from vexport.checkpoint.smoothed import reader_of
-from vexport.checks import SOURCE, SourceComparison
+from vexport.checks import COMPARABLE, SOURCE, SourceComparison
 from vexport.checks.vllm.findings import error, info, warning
 from vexport.checks.vllm.groups import StoredLayer
 from vexport.checks.vllm.view import CheckpointView
@@ -183,8 +183,7 @@ def _incomparable(view: CheckpointView, layer: StoredLayer, got: str, fix: str) 
     finding is a warning: other checks report wrong tensors, and vLLM may not need such a layer.
     """
     finding = error if view.model.layout is None else warning
-    expected = "a quantized weight to compare with the source's weight"
-    return finding(SOURCE, layer.name, claim=None, expected=expected, got=got, fix=fix)
+    return finding(SOURCE, layer.name, claim=None, expected=COMPARABLE, got=got, fix=fix)
 
 
 def _stored_as(layer: StoredLayer) -> str:

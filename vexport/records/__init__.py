@@ -46,7 +46,6 @@ from vexport.records.calibration import (
 from vexport.records.findings import (
     ENGINE_CHECK,
     MESSAGE_SEPARATOR,
-    VALUE_COMPARISON,
     Canary,
     CellStatus,
     CheckReport,

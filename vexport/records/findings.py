@@ -12,8 +12,6 @@ Severity = Literal["error", "warning", "info"]
 Claim = Literal["refused", "values", "precision"]
 # Separates the cause of vLLM's refusal from vLLM's message, which only JSON and --all show.
 MESSAGE_SEPARATOR = "; vLLM's message: "
-# Entry of `CheckReport.skipped_checks` if numbers were not compared with the original model.
-VALUE_COMPARISON = "values of weights and scales"
 
 
 def without_details(text: str) -> str:
@@ -100,10 +98,6 @@ class CheckReport:
     ok: bool
     findings: tuple[Finding, ...]
     not_judged: tuple[NotJudged, ...] = ()
-    # Families of checks that were skipped, such as `digests` without any recorded digest. JUnit
-    # lists them. Pydantic reads `exclude` from the metadata and does not write the field to JSON.
-    # `pydantic.Field` is not used, because `--help` would then import pydantic.
-    skipped_checks: tuple[NotJudged, ...] = field(default=(), metadata={"exclude": True})
     vllm: str = ""
     tp: tuple[int, ...] = ()
     sm: tuple[int, ...] = ()

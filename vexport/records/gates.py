@@ -4,7 +4,7 @@ CI shows gates as test cases, reports show them as a checklist, and the first ga
 decides the outcome of a run.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -89,8 +89,8 @@ def cell_gate(cell: MatrixCell) -> Gate:
 def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...]:
     """Return a gate for each family of checks, and for each other check with a finding.
 
-    Without `families` there is a single gate, `check`. Families and parts of the checkpoint that
-    were not judged get skipped gates.
+    Without `families` there is a single gate, `check`. Parts of the checkpoint that were not judged
+    get skipped gates.
     """
     left_out = [each.brief for each in report.not_judged]
     not_judged = [Gate(name=each.what, status="SKIPPED", message=each.why) for each in left_out]
@@ -103,12 +103,8 @@ def _family_gates(report: CheckReport, families: Sequence[str]) -> Iterator[Gate
     findings: dict[str, list[Finding]] = {name: [] for name in families}
     for finding in report.findings:
         findings.setdefault(finding.check, []).append(finding)
-    reasons: Mapping[str, str] = {each.what: each.why for each in report.skipped_checks}
     for name, found in findings.items():
-        if name in reasons and not found:
-            yield Gate(name=name, status="SKIPPED", message=f"not judged: {reasons[name]}")
-        else:
-            yield findings_gate(name, found)
+        yield findings_gate(name, found)
 
 
 def finding_counts(findings: Iterable[Finding]) -> str:

@@ -7,7 +7,6 @@ from typing import TypeVar
 from vexport.formats.arguments import bits_of_inputs
 from vexport.records import (
     ENGINE_CHECK,
-    VALUE_COMPARISON,
     CellStatus,
     CheckReport,
     DryLoadReport,
@@ -42,13 +41,7 @@ _STATUS: dict[CellStatus, tuple[str, str]] = {
 def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> list[doc.Document]:
     """Return a document for each checkpoint. Findings are folded by kind unless `every` is True."""
     return [
-        _document(
-            "check",
-            report,
-            _not_judged(report, every=every),
-            _not_compared(report),
-            every=every,
-        )
+        _document("check", report, _not_judged(report, every=every), every=every)
         for report in reports
     ]
 
@@ -56,11 +49,6 @@ def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> l
 def _not_judged(report: CheckReport, *, every: bool) -> doc.Listing | None:
     entries = [str(each if every else each.brief) for each in report.not_judged]
     return doc.Listing(row(*entries), "not judged") if entries else None
-
-
-def _not_compared(report: CheckReport) -> doc.Listing | None:
-    entries = [str(each) for each in report.skipped_checks if each.what == VALUE_COMPARISON]
-    return doc.Listing(row(*entries), "not compared") if entries else None
 
 
 def load_documents(

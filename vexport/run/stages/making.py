@@ -10,6 +10,7 @@ from functools import partial
 from vexport.calibration.model import default_device
 from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
 from vexport.checks import NAMES, check_checkpoint
+from vexport.checks.shards import VALUES
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
 from vexport.formats.plan import FusionGroup, Plan
@@ -254,6 +255,7 @@ def check(run: Run) -> CheckReport:
     on_layer = partial(run.options.on_progress, "read back (layers)")
     layers = LayerErrors(layers=layer_errors(run.index, written, plan, on_layer=on_layer))
     write_text(run.folder / LAYERS, to_json(layers))
-    # Later stages check names and shapes in vLLM.
-    not_judged = tuple(each for each in report.not_judged if each.what != NAMES)
+    # Later stages check names and shapes in vLLM. `layer_errors` compares the values.
+    judged_here = (NAMES, VALUES)
+    not_judged = tuple(each for each in report.not_judged if each.what not in judged_here)
     return replace(report, ok=report.ok and not lost, findings=findings, not_judged=not_judged)
