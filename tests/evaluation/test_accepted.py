@@ -19,9 +19,9 @@ from tests.reports.sample import engine
 from tests.texts import assert_contains, assert_raises
 from vexport.errors import InputError
 from vexport.evaluation.accepted import accept_results, choice_of, lost_answers, read_accepted
-from vexport.evaluation.fingerprint import changed_names, changes
 from vexport.evaluation.lost import LETTERS, Ending, State, count_answers, letter_of
 from vexport.evaluation.results import read_results
+from vexport.evaluation.settings import changed_names, changes
 from vexport.evaluation.verdict import decide
 from vexport.inference.fingerprint import engine_fingerprint, write_fingerprint
 
@@ -166,12 +166,24 @@ def test_different_prompt_names_document(copies: Path, accepted: Path) -> None:
 def test_all_mismatches_in_one_error(copies: Path, accepted: Path) -> None:
     file = samples_file(copies / "twin")
     file.write_text("\n".join(file.read_text().splitlines()[:200]))
-    edit_results(copies / "twin", lambda content: content["configs"].pop("near"))
+    edit_sample(copies / "twin", 123, prompt_hash="0")
+    choices = samples_file(copies / "twin", "choices")
+    choices.write_text("".join(choices.read_text().splitlines(keepends=True)[:300]))
     with pytest.raises(InputError) as caught:
         decide(accepted, copies / "twin", margin=0.02, alpha=0.05)
     first, second = str(caught.value).splitlines()
-    assert_contains(first, "no task near")
+    assert_contains(first, "got 300", "acc,none", "400")
     assert_contains(second, "got 200", "exact_match,none", "400")
+
+
+def test_accepted_task_without_results_is_no_pass(copies: Path, accepted: Path) -> None:
+    edit_results(copies / "twin", lambda content: content["configs"].pop("near"))
+    verdict = decide(accepted, copies / "twin", margin=0.02, alpha=0.05)
+    assert verdict.outcome == "INCONCLUSIVE"
+    assert_contains(verdict.reason, "the results have no task near")
+    selected = decide(accepted, copies / "twin", margin=0.02, alpha=0.05, tasks=["sums"])
+    assert [task.task for task in selected.tasks] == ["sums"]
+    assert selected.outcome == "PASS"
 
 
 def test_accepted_gates_are_kept(lm_eval_runs: Path, tmp_path: Path) -> None:
@@ -203,7 +215,7 @@ def test_chat_template_in_either_file(model: Path) -> None:
     assert before["model's chat template"] == "none"
     (model / "chat_template.jinja").write_text("{{ messages }}")
     in_file = engine_fingerprint(model, engine())
-    assert changed_names(before, in_file) == ["model", "model's chat template"]
+    assert changed_names(before, in_file) == ["model's chat template"]
     (model / "chat_template.jinja").unlink()
     settings = model / "tokenizer_config.json"
     settings.write_text(
@@ -228,6 +240,5 @@ def test_changed_engine_settings_are_named(model: Path) -> None:
             },
         )
     )
-    ranks, arguments = changes(earlier, later, where=("before", "now"))
-    assert_contains(ranks, "tensor_parallel_size", "1 before", "2 now")
+    (arguments,) = changes(earlier, later, where=("before", "now"))
     assert_contains(arguments, "engine_args", "none before", '{"block_size": 32} now')

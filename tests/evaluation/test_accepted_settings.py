@@ -189,9 +189,9 @@ def test_settings_of_older_files_are_recovered(tmp_path: Path) -> None:
     recorded = {
         "limit": "4.0",
         "gen kwargs": '{"temperature": 0}',
-        "max gen toks": "9",
-        "think end token": "</think>",
-        "enable thinking": "True",
+        "argument max_gen_toks": "9",
+        "argument think_end_token": "</think>",
+        "argument enable_thinking": "true",
         "model's chat template": "ab12",
     }
     file = baseline(tmp_path, None, recorded)

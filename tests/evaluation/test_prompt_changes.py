@@ -141,14 +141,14 @@ def test_missing_samples_are_refused(pair: tuple[Path, Path]) -> None:
         ),
         (
             {"config/model_args": "pretrained=x,think_end_token=</think>"},
-            "think end token",
-            "none",
+            "think_end_token",
+            "not given",
             "</think>",
         ),
         (
             {"config/model_args": {"pretrained": "x", "max_gen_toks": 1024}},
-            "max gen toks",
-            "256",
+            "max_gen_toks",
+            "not given",
             "1024",
         ),
     ],

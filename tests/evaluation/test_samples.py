@@ -141,7 +141,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "the same direction of the metric",
     ),
     "missing document": (drop_document, "task sums: got no document 399"),
-    "missing task": (rewrite(lambda content: content["configs"].pop("near")), "got no task near"),
     **{
         key: (change_question(key), f"task sums, document 7: got {key} 000000000000")
         for key in ("doc_hash", "prompt_hash", "target_hash")

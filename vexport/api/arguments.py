@@ -97,6 +97,16 @@ class QuantizeArguments(Planning):
 class VerdictArguments(ScenarioSection):
     """Keywords of `vexport.api.verdict`."""
 
+    tasks: Annotated[
+        tuple[str, ...],
+        Option(
+            "Judge only these tasks and groups.",
+            "Verdict",
+            names="--task --tasks",
+            metavar="T,...",
+            unset="all tasks",
+        ),
+    ] = ()
     margin: MarginSetting = None
     alpha: AlphaSetting = DEFAULT_ALPHA
     gate: GateSetting = {}

@@ -23,6 +23,7 @@ def _verdict(baseline_results: Name, results: Name, arguments: VerdictArguments)
         margin=arguments.margin,
         alpha=arguments.alpha,
         gate=arguments.gate,
+        tasks=arguments.tasks,
     )
 
 

@@ -381,7 +381,7 @@ def _known_fix(verdict: "Verdict") -> str:
 @command("verdict")
 @click.argument("baseline_results", type=PATH)
 @click.argument("results", type=PATH)
-@setting_options("verdict", {key: EVALUATE_SYNTAXES[key] for key in ("gate", "margin")})
+@setting_options("verdict", {key: EVALUATE_SYNTAXES[key] for key in ("gate", "margin", "tasks")})
 @format_option(VERDICT_FORMATS)
 def verdict_command(baseline_results: Path, results: Path, output: OutputOptions) -> None:
     """Compare the results of two models, without starting a model.
@@ -394,6 +394,7 @@ def verdict_command(baseline_results: Path, results: Path, output: OutputOptions
     Examples:
       vexport verdict results/base results/quantized --margin 0.02
       vexport verdict results/base results/quantized --margin wikitext=2%
+      vexport verdict results/base results/quantized --task gsm8k,arc_easy
       vexport verdict base.jsonl quantized.jsonl
       vexport verdict results/base results/quantized --gate gsm8k=exact_match,flexible-extract
     """

@@ -12,7 +12,7 @@ Responses of a later evaluation are paired with the stored scores document by do
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -21,11 +21,11 @@ import numpy as np
 from pydantic import JsonValue
 
 from vexport.errors import InputError, raise_all
-from vexport.evaluation.fingerprint import DIGITS, changed_settings
 from vexport.evaluation.lost import LETTERS, Ending, count_answers, letter_of, lost_answers_text
 from vexport.evaluation.metrics import is_no_share, known_direction
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
+from vexport.evaluation.settings import DIGITS, changed_settings
 from vexport.files import digest_file, from_json, read_json_object, to_json, write_text
 from vexport.inference.fingerprint import Fingerprint
 from vexport.inference.questions import DIGEST_LENGTH, QuestionDigests, question_digest
@@ -166,29 +166,38 @@ def accept_results(
     return accepted
 
 
+def select_accepted(accepted: Accepted, tasks: Collection[str]) -> Accepted:
+    """Return the baseline with these tasks. A group keeps the tasks that are in it."""
+    groups = {
+        name: tuple(member for member in members if member in tasks)
+        for name, members in accepted.groups.items()
+    }
+    return replace(
+        accepted,
+        tasks={name: task for name, task in accepted.tasks.items() if name in tasks},
+        groups={name: members for name, members in groups.items() if members},
+    )
+
+
 def pair_with(accepted: Accepted, candidate: Results, choice: Choice) -> tuple[TaskPair, ...]:
     """Pair a run with an accepted baseline, on the accepted metrics and filters.
 
-    `choice` may state the direction of a metric that was accepted without a direction.
+    Both have the same tasks. `choice` may state the direction of a metric that was accepted without
+    a direction.
 
     Raises:
-        InputError: If a task or a document is missing in the run or in the baseline, or if a
-        question differs. The error names all tasks with such a problem.
+        InputError: If a document is missing in the run or in the baseline, or if a question
+        differs. The error names all tasks with such a problem.
     """
-    need, where, problems = "the accepted tasks", str(candidate.file), list[InputError]()
+    problems = list[InputError]()
     old: dict[str, TaskSamples] = {}
     new: dict[str, TaskSamples] = {}
     for name, task in accepted.tasks.items():
         try:
-            if name not in candidate.tasks:
-                raise InputError(where, got=f"no task {name}", need=need, fix="evaluate it")
             new[name] = _answers_now(name, task, accepted, candidate)
             old[name] = _accepted_answers(task, new[name])
         except InputError as problem:
             problems.append(problem)
-    fix = "leave it out, or accept again"
-    others = [name for name in candidate.tasks if name not in accepted.tasks]
-    problems += [InputError(where, got=f"also task {name}", need=need, fix=fix) for name in others]
     raise_all(problems)
     baseline = replace(candidate, tasks=old, groups=accepted.groups)
     return gated_tasks(baseline, replace(candidate, tasks=new), choice)
@@ -344,7 +353,9 @@ def _answers_now(
     for sample in samples:
         if old[_number(sample)][1] != _question(sample):
             since = (
-                ", ".join(changed_settings(accepted.fingerprint, candidate.fingerprint, name))
+                ", ".join(
+                    changed_settings(accepted.fingerprint, candidate.fingerprint_of(name), name)
+                )
                 or "nothing known"
             )
             got = (

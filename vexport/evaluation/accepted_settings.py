@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from vexport.errors import InputError, InputErrors, raise_all, shown
 from vexport.evaluation.accepted import Accepted, gate_contradictions, read_accepted
-from vexport.evaluation.fingerprint import (
+from vexport.evaluation.settings import (
     CHAT_TEMPLATE,
     DEFAULT_LENGTH,
     DIGITS,
@@ -186,7 +186,7 @@ def recovered_settings(
     if THINK_END_TOKEN in fingerprint:
         settings["think_end_token"] = fingerprint[THINK_END_TOKEN]
     if ENABLE_THINKING in fingerprint:
-        settings["enable_thinking"] = fingerprint[ENABLE_THINKING] == "True"
+        settings["enable_thinking"] = fingerprint[ENABLE_THINKING] == "true"
     return settings
 
 

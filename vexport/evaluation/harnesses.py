@@ -13,7 +13,7 @@ same verdict for every harness.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -67,8 +67,10 @@ class _Task:
     answers: list[Answer] = field(default_factory=list)
 
 
-def read_any_results(path: Path) -> Results:
+def read_any_results(path: Path, names: Collection[str] = ()) -> Results:
     """Read results of lm-eval, lighteval, EvalScope, or plain JSON lines.
+
+    `names` selects tasks and groups. Without names, all tasks are read.
 
     Raises:
         InputError: If the results are missing, broken, or from several harnesses or models.
@@ -76,11 +78,11 @@ def read_any_results(path: Path) -> Results:
     """
     harness = harness_of(path)
     if harness == "lm-eval":
-        return read_results(path)
+        return read_results(path, names)
     tasks = {name: _samples(name, task, harness) for name, task in _READERS[harness](path).items()}
     return Results(
         file=path, tasks=tasks, groups={}, fingerprint={}, prompting=None, harness=harness
-    )
+    ).selected(names)
 
 
 def harness_of(path: Path) -> Harness:

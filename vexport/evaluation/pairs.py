@@ -20,9 +20,9 @@ from vexport.evaluation.aggregates import (
     tabulate,
 )
 from vexport.evaluation.corpus import CorpusComparison, compare_corpora
-from vexport.evaluation.fingerprint import changed_settings
 from vexport.evaluation.metrics import WHOLE_CORPUS, is_no_share
 from vexport.evaluation.results import Results, Sample, TaskSamples
+from vexport.evaluation.settings import changed_settings
 from vexport.evaluation.statistics import MIN_CLUSTERS, Clusters, Scores
 from vexport.inference.questions import HASHES
 from vexport.records.accuracy import Unit
@@ -212,23 +212,16 @@ class TaskPair:
 
 
 def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[TaskPair, ...]:
-    """Return the deciding pair of each task.
+    """Return the deciding pair of each task. Both results have the same tasks.
 
     A group with an aggregate in lm-eval counts as one task.
 
     `choice` names metrics that decide instead of PREFERRED_METRICS.
 
     Raises:
-        InputError: If a task is missing in one run, if the runs have different documents, if a task
-        has no metric that can decide, or if no task has the chosen metric. The error lists the
-        problems of all tasks.
+        InputError: If the runs have different documents, if a task has no metric that can decide,
+        or if no task has the chosen metric. The error lists the problems of all tasks.
     """
-    for first, other in ((baseline, candidate), (candidate, baseline)):
-        if missing := sorted(set(first.tasks) - set(other.tasks)):
-            got = f"no task {', '.join(missing)}, which {first.file} has"
-            raise InputError(
-                str(other.file), got=got, need="the same tasks", fix="evaluate the same tasks"
-            )
     units = dict(_tasks_and_groups(baseline))
     fix = "name one of these; for tasks in a group, name the group"
     raise_all(
@@ -359,13 +352,14 @@ def _metric_pairs(
 
     For a group, return the pairs of the whole group first, then the pairs of its tasks.
     """
-    sides = baseline.fingerprint, candidate.fingerprint
     pairs = [
         list(
             pair_metrics(
                 baseline.tasks[member],
                 candidate.tasks[member],
-                changed=changed_settings(*sides, member),
+                changed=changed_settings(
+                    baseline.fingerprint_of(member), candidate.fingerprint_of(member), member
+                ),
             )
         )
         for member in members

@@ -1,26 +1,18 @@
 """Read lm-eval's output folders: results_*.json and the sample files beside them.
 
 lm_eval/loggers/evaluation_tracker.py (0.4.13) defines the format. A folder may contain several
-results files of the same model. The newest file is read. lm-eval's command line writes results into
-a subfolder with the name of the model.
+results files of the same model. All of their tasks are read, each from the newest file that has it.
+lm-eval's command line writes results into a subfolder with the name of the model.
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vexport.errors import InputError, clip
 from vexport.evaluation.aggregates import NotReadable, numbers_in, softmax
-from vexport.evaluation.fingerprint import (
-    DEFAULT_LENGTH,
-    mapping_in,
-    recorded_fingerprint,
-    recorded_prompting,
-    recorded_time,
-    unseparated_thinking,
-)
 from vexport.evaluation.json_lines import json_lines
 from vexport.evaluation.lost import Ending, ending_of
 from vexport.evaluation.metrics import (
@@ -29,12 +21,23 @@ from vexport.evaluation.metrics import (
     kind_of_metric,
     known_direction,
 )
+from vexport.evaluation.settings import (
+    DEFAULT_LENGTH,
+    MAX_NAMED,
+    mapping_in,
+    model_of,
+    recorded_fingerprint,
+    recorded_prompting,
+    recorded_time,
+    unseparated_thinking,
+)
 from vexport.files import read_json_object
 from vexport.inference.added_keys import FINISH_REASON, SEED
 from vexport.inference.fingerprint import read_fingerprint
 from vexport.inference.questions import HASHES
 from vexport.inference.result_files import TIMESTAMP, result_files, run_name
 from vexport.records import Json, Prompting
+from vexport.records.values import join_limited
 
 SCORED_TEXTS = ("loglikelihood", "loglikelihood_rolling")
 """Output types of tasks that score the likelihood of a given text."""
@@ -383,15 +386,19 @@ LONGEST_NAME = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """One run of lm-eval or of another `harness`.
+    """Results of lm-eval or of another `harness` for one model.
 
+    - `file` is the newest results file.
     - `tasks` has the samples of every task.
     - `groups` maps each outermost group that lm-eval aggregates to the tasks in it and below it.
     - `members` maps every group to the tasks in it and below it.
     - `full_sizes` has the number of documents in each task's whole data set, if it was recorded.
-    - `fingerprint` has everything that could change a score, by name.
+    - `fingerprint` has everything that could change a score, by name. If files differ, it has the
+      values of the newest file.
+    - `fingerprints` maps each task to the fingerprint of its file.
     - `prompting` has the settings of the prompts. It is None for other harnesses.
-    - `warning` describes a likely mistake in the settings of the prompts, or is None.
+    - `replaced` are warnings about older files with more documents.
+    - `warnings` describe likely mistakes in the settings of the prompts.
     - `measured_at` is the time at which lm-eval began, or "" if it was not recorded.
     """
 
@@ -401,41 +408,112 @@ class Results:
     members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     full_sizes: Mapping[str, int] = field(default_factory=dict)
     fingerprint: Mapping[str, str]
+    fingerprints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     prompting: Prompting | None
-    warning: str | None = None
+    replaced: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     harness: str = "lm-eval"
     measured_at: str = ""
 
+    def fingerprint_of(self, task: str) -> Mapping[str, str]:
+        """Return everything that could change the score of a task."""
+        return self.fingerprints.get(task, self.fingerprint)
 
-def read_results(path: Path) -> Results:
-    """Read a results file, or the newest run in an lm-eval output folder.
+    def only(self, tasks: Collection[str]) -> "Results":
+        """Return the results of these tasks. A group keeps the tasks that are in it."""
+        groups = {
+            name: tuple(member for member in members if member in tasks)
+            for name, members in self.groups.items()
+        }
+        return replace(
+            self,
+            tasks={name: task for name, task in self.tasks.items() if name in tasks},
+            groups={name: members for name, members in groups.items() if members},
+        )
+
+    def selected(self, names: Collection[str]) -> "Results":
+        """Return the results of tasks and groups by name, or all results if there are no names.
+
+        Unknown names are ignored. If only a part of a group is selected, its tasks stand alone.
+        """
+        if not names:
+            return self
+        tasks = {member for name in names for member in self.members.get(name, (name,))}
+        whole = {name: members for name, members in self.groups.items() if tasks >= {*members}}
+        return replace(self.only(tasks), groups=whole)
+
+
+@dataclass(frozen=True, slots=True)
+class _ResultsFile:
+    """A results file of lm-eval with the tasks that are read from it."""
+
+    path: Path
+    content: dict[str, Json]
+    tasks: tuple[str, ...]
+
+
+def read_results(path: Path, names: Collection[str] = ()) -> Results:
+    """Read a results file, or all results files in an lm-eval output folder.
+
+    If several files have a task, the newest file is read. `names` selects tasks and groups. Without
+    names, all tasks are read. Names that no file has are ignored.
 
     Raises:
-        InputError: If something is missing or broken. The error names the file and the line.
-        Samples are required, because responses are paired. lm-eval writes samples with
-        --log_samples.
+        InputError: If something is missing or broken, or if the files are of different models. The
+        error names the file and the line. Samples are required, because responses are paired.
+        lm-eval writes samples with --log_samples.
     """
-    file = path if path.is_file() else _newest_results(path)
-    content = read_json_object(file)
-    names = list(mapping_in(content, "configs"))
-    if not names:
+    paths = [path] if path.is_file() else _dated_files(path)
+    contents = {file: read_json_object(file) for file in paths}
+    _require_one_model(path, contents)
+    newest: dict[str, Path] = {}
+    for file, content in contents.items():
+        newest |= dict.fromkeys(mapping_in(content, "configs"), file)
+    if not newest:
         raise InputError(
-            str(file), got="no tasks", need="lm-eval results", fix="evaluate at least one task"
+            str(paths[-1]), got="no tasks", need="lm-eval results", fix="evaluate at least one task"
         )
+    merged = _merged_groups(contents.values())
+    members = _members(merged, frozenset(newest))
+    wanted = {each for name in names for each in members.get(name, (name,))} or {*newest}
+    files = [
+        _ResultsFile(file, content, tasks)
+        for file, content in contents.items()
+        if (tasks := tuple(name for name in newest if name in wanted and newest[name] == file))
+    ]
+    fingerprints = [
+        {**recorded_fingerprint(file.content, file.tasks), **read_fingerprint(file.path.parent)}
+        for file in files
+    ]
+    thinking = [unseparated_thinking(file.content) for file in files]
     return Results(
-        file=file,
-        tasks={name: _read_task(file, name, content) for name in names},
-        groups=_aggregated_groups(content, frozenset(names)),
-        members=_members(content, frozenset(names)),
-        full_sizes=_originals(content),
-        fingerprint={**recorded_fingerprint(content, names), **read_fingerprint(file.parent)},
-        prompting=recorded_prompting(content, names),
-        warning=unseparated_thinking(content),
-        measured_at=recorded_time(content),
-    )
+        file=files[-1].path if files else paths[-1],
+        tasks={
+            name: _read_task(file.path, name, file.content) for file in files for name in file.tasks
+        },
+        groups=_aggregated_groups(merged, frozenset(newest)),
+        members=members,
+        full_sizes={
+            name: size
+            for file in files
+            for name, size in _originals(file.content).items()
+            if name in file.tasks
+        },
+        fingerprint={name: value for each in fingerprints for name, value in each.items()},
+        fingerprints={
+            name: fingerprint
+            for file, fingerprint in zip(files, fingerprints, strict=True)
+            for name in file.tasks
+        },
+        prompting=_prompting(files) if files else None,
+        replaced=tuple(_larger_older_files(contents, files)),
+        warnings=tuple(dict.fromkeys(warning for warning in thinking if warning)),
+        measured_at=recorded_time(files[-1].content) if files else "",
+    ).selected(names)
 
 
-def _newest_results(folder: Path) -> Path:
+def _dated_files(folder: Path) -> list[Path]:
+    """Return all results files in a folder, the newest last."""
     files = result_files(folder)
     if not files:
         state = (
@@ -457,7 +535,78 @@ def _newest_results(folder: Path) -> Path:
         raise InputError(
             str(folder), got=got, need="one model's results", fix="give one of these files"
         )
-    return max(files, key=lambda file: file.name)
+    return sorted(files, key=lambda file: file.name)
+
+
+def _require_one_model(path: Path, contents: Mapping[Path, Mapping[str, Json]]) -> None:
+    """Raise InputError if the results files name different models."""
+    models = {file: model_of(content) for file, content in contents.items()}
+    named = {model: file for file, model in models.items() if model}
+    if len(named) > 1:
+        listed = ", ".join(f"{file.name}: {model}" for model, file in named.items())
+        raise InputError(
+            str(path),
+            got=f"results of {len(named)} models ({clip(listed, 400)})",
+            need="one model's results",
+            fix="give one of these files",
+        )
+
+
+def _larger_older_files(
+    contents: Mapping[Path, Mapping[str, Json]], files: Sequence[_ResultsFile]
+) -> Iterator[str]:
+    """Yield a warning for each file that replaces tasks of an older file with more documents."""
+    for file in files:
+        replaced: dict[Path, list[str]] = {}
+        for name in file.tasks:
+            count = _effective(file.content, name) or 0
+            older = {path: _effective(content, name) for path, content in contents.items()}
+            more = [path for path, size in older.items() if size is not None and size > count]
+            if more:
+                replaced.setdefault(more[-1], []).append(name)
+        for path, names in replaced.items():
+            counts = (_effective(each, names[0]) or 0 for each in (file.content, contents[path]))
+            sizes = " of ".join(f"{count:,}" for count in counts)
+            yield (
+                f"{join_limited(names, ', ', MAX_NAMED)}: judged on {sizes} documents, because "
+                f"{file.path} is newer than {path.name}; give the older file to judge all"
+            )
+
+
+def _effective(content: Mapping[str, Json], task: str) -> int | None:
+    """Return the recorded number of evaluated documents of a task."""
+    sizes = mapping_in(mapping_in(content, "n-samples"), task)
+    size = sizes.get(
+        "effective", mapping_in(mapping_in(content, "results"), task).get("sample_len")
+    )
+    return size if isinstance(size, int) else None
+
+
+def _merged_groups(contents: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
+    """Return the groups of all files. If several files define a group, the newest is used."""
+    keys = ("groups", "group_subtasks")
+    merged: dict[str, dict[str, Json]] = {key: {} for key in keys}
+    for content in contents:
+        for key in keys:
+            merged[key] |= mapping_in(content, key)
+    return dict(merged)
+
+
+def _prompting(files: Sequence[_ResultsFile]) -> Prompting:
+    """Return the settings of the prompts: of the newest file, and each task's own."""
+    recorded = [recorded_prompting(file.content, file.tasks) for file in files]
+    template = next((each.chat_template for each in recorded[::-1] if each.chat_template), None)
+    plain = [
+        name
+        for file, each in zip(files, recorded, strict=True)
+        for name in (file.tasks if template and not each.chat_template else each.untemplated)
+    ]
+    return replace(
+        recorded[-1],
+        chat_template=template,
+        num_fewshot={name: count for each in recorded for name, count in each.num_fewshot.items()},
+        untemplated=tuple(dict.fromkeys(plain)),
+    )
 
 
 def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSamples:

@@ -28,27 +28,26 @@ from vexport.evaluation.accepted import (
     is_accepted,
     pair_with,
     read_accepted,
+    select_accepted,
 )
-from vexport.evaluation.fingerprint import changes, device_of
 from vexport.evaluation.harnesses import read_any_results
 from vexport.evaluation.margins import with_margins
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks, pool
 from vexport.evaluation.results import Results
+from vexport.evaluation.settings import MAX_NAMED, changes_by_task, device_of
+from vexport.evaluation.shared_tasks import SharedTasks, shared_tasks
 from vexport.evaluation.task_verdict import (
     compare_task,
     comparison,
     difference_interval,
     own_margin,
 )
-from vexport.inference.fingerprint import EMULATED, ENDPOINT, MODEL, REVISION
 from vexport.inference.repeated import read_repeated, require_deterministic
 from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, TextLimit, Verdict
 from vexport.records.margins import MarginSetting, margin_of_shares
 from vexport.records.values import about, decimals_of, join_limited, plural
 
 NO_CHOICE: Choice = MappingProxyType({})
-# Maximum number of tasks that the reason names. Further tasks are only counted.
-MAX_NAMED = 3
 _MOST_DIGITS = 5
 
 
@@ -59,6 +58,7 @@ def decide(
     margin: MarginSetting,
     alpha: float,
     gate: Choice = NO_CHOICE,
+    tasks: Sequence[str] = (),
 ) -> Verdict:
     """Compare results of two models, or a model's results with an accepted baseline.
 
@@ -69,13 +69,15 @@ def decide(
       both kinds.
     - `alpha` is the probability of a wrong PASS, and of a wrong FAIL, below 0.5.
     - `gate` is the metric that decides for a task (pairs.py).
+    - `tasks` are the tasks and groups to judge, all of both sides by default. If a side lacks a
+      task, the verdict names the task and is no PASS.
 
     Raises:
         InputError: If the runs cannot be compared.
         EnvironmentFault: If the engine is not deterministic: repeated responses differ too often.
     """
     if is_accepted(baseline):
-        right = read_any_results(candidate)
+        right = read_any_results(candidate, tasks)
         if right.harness != "lm-eval":
             got, fix = f"results of {right.harness}", "give lm-eval's results"
             need = "lm-eval's results, as in the accepted baseline"
@@ -84,12 +86,18 @@ def decide(
         accepted = read_accepted(baseline)
         raise_all([*gate_contradictions(accepted, gate)])
         where, recorded = ("when the baseline was accepted", "now"), accepted.fingerprint
-        gates = pair_with(accepted, right, gate)
+        members = {each for name in tasks for each in accepted.groups.get(name, (name,))}
+        selected = [name for name in accepted.tasks if not tasks or name in members]
+        shared = shared_tasks(selected, right.tasks, (baseline, candidate), tasks)
+        kept = select_accepted(accepted, shared.names)
+        gates = pair_with(kept, right.only(shared.names), gate)
+        sides = {name: (recorded, right.fingerprint_of(name)) for name in shared.names}
+        replaced: tuple[str, ...] = ()
         identity = describe_accepted(baseline, accepted)
     else:
         identity = None
         left, right = attempt_all(
-            (str(run), partial(read_any_results, run)) for run in (baseline, candidate)
+            (str(run), partial(read_any_results, run, tasks)) for run in (baseline, candidate)
         )
         if left.harness != right.harness:
             got = f"results of {right.harness}, and the baseline's are of {left.harness}"
@@ -98,23 +106,28 @@ def decide(
         repeated = _repeatability_text(left, "baseline", alpha)
         repeated += _repeatability_text(right, "candidate", alpha)
         where, recorded = ("in the baseline", "in the results"), left.fingerprint
-        gates = gated_tasks(left, right, gate)
-    # These settings describe the model itself. They differ in every comparison, so they lead to no
-    # warning.
-    models = (MODEL, ENDPOINT, REVISION, EMULATED)
-    circumstances = {name: value for name, value in recorded.items() if name not in models}
+        shared = shared_tasks(left.tasks, right.tasks, (baseline, candidate), tasks)
+        gates = gated_tasks(left.only(shared.names), right.only(shared.names), gate)
+        sides = {
+            name: (left.fingerprint_of(name), right.fingerprint_of(name)) for name in shared.names
+        }
+        replaced = left.replaced
     gates = with_margins(gates, margin)
     shares = margin_of_shares(margin)
     verdict = judge(gates, margin=shares, alpha=alpha, prompting=right.prompting)
+    verdict = _without_missing_tasks(verdict, shared)
     warnings = (
         *_direction_warnings(verdict),
+        *replaced,
+        *right.replaced,
+        *changes_by_task(sides, where=where),
         *_lost_warnings(verdict),
-        *changes(circumstances, right.fingerprint, where=where),
+        *right.warnings,
     )
     return replace(
         verdict,
         method=verdict.method + repeated,
-        warnings=(*warnings, *((right.warning,) if right.warning else ())),
+        warnings=warnings,
         prompting=right.prompting,
         device=device_of(right.fingerprint),
         measured=right.measured_at,
@@ -122,6 +135,18 @@ def decide(
         baseline_fingerprint=recorded,
         accepted=identity,
     )
+
+
+def _without_missing_tasks(verdict: Verdict, shared: SharedTasks) -> Verdict:
+    """Return the verdict with the tasks that a side lacks in its reason. It is no PASS then."""
+    if not shared.missing:
+        return verdict
+    lacking = "; ".join(shared.missing)
+    if verdict.outcome == "FAIL":
+        return replace(verdict, reason=f"{verdict.reason}; {lacking}")
+    advice = "evaluate the same tasks, or select some with --task"
+    reason = f"{lacking} ({advice}); {verdict.reason}"
+    return replace(verdict, outcome="INCONCLUSIVE", reason=reason)
 
 
 def _direction_warnings(verdict: Verdict) -> Iterator[str]:

@@ -185,6 +185,7 @@ def _evaluate(
         plain := [str(task.task_name) for task in _likelihood_tasks(tasks)]
     ):
         results["config"][UNTEMPLATED] = plain
+    results["config"]["model"] = "vllm"  # lm-eval records the name of our subclass instead
     _save(tracker, results, output)
 
 

@@ -17,7 +17,7 @@ from vexport.evaluation.accepted import (
     is_accepted,
     read_accepted,
 )
-from vexport.evaluation.fingerprint import device_of
+from vexport.evaluation.settings import device_of
 from vexport.evaluation.verdict import decide
 from vexport.files import from_json, read_json_object, user_path
 from vexport.inference.fingerprint import ENDPOINT, MODEL, Fingerprint, read_fingerprint

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from vexport.evaluation.fingerprint import changed_names, question_settings
+from vexport.evaluation.settings import changed_names, question_settings
 from vexport.inference.fingerprint import MODEL
 from vexport.records import (
     ComparedRun,

@@ -1,0 +1,53 @@
+"""Find the tasks that both sides of a verdict have."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vexport.errors import InputError
+from vexport.evaluation.settings import MAX_NAMED
+from vexport.records.values import join_limited
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTasks:
+    """The tasks that both sides have, and a clause for each side that lacks tasks."""
+
+    names: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def shared_tasks(
+    baseline: Collection[str],
+    candidate: Collection[str],
+    files: tuple[Path, Path],
+    selected: Sequence[str],
+) -> SharedTasks:
+    """Return the tasks that both sides have.
+
+    `files` are the two sides' files. `selected` are the tasks and groups that the user named. The
+    two sides have only tasks that are selected.
+
+    Raises:
+        InputError: If the sides have no task in common.
+    """
+    names = tuple(name for name in baseline if name in set(candidate))
+    lacking = (
+        ("the results", [name for name in baseline if name not in set(candidate)]),
+        ("the baseline", [name for name in candidate if name not in set(baseline)]),
+    )
+    missing = tuple(
+        f"{side} {'have' if side == 'the results' else 'has'} no task "
+        f"{join_limited(tasks, ', ', MAX_NAMED)}"
+        for side, tasks in lacking
+        if tasks
+    )
+    if not names:
+        fix = "evaluate the same tasks" if not selected else "name tasks of both sides"
+        raise InputError(
+            "--task" if selected else str(files[1]),
+            got=" and ".join(missing) or f"no task {', '.join(selected)} on either side",
+            need=f"at least one task that {files[0]} has, too",
+            fix=fix,
+        )
+    return SharedTasks(names, missing)
