@@ -146,7 +146,7 @@ class Statistics:
                 purpose="its static input scale",
                 alternative="a dynamic scheme",
             )
-            low, high = observer.extremes()
+            low, high = observer.extremes_for_scales()
             ranges[name] = InputRange(low=float(low), high=float(high), tokens=observer.tokens)
         return ranges
 

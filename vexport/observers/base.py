@@ -1,7 +1,8 @@
 """Base class of observers, which collect statistics and compute quantization parameters."""
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import ClassVar, Literal, Self, TypedDict, overload
@@ -41,6 +42,23 @@ from vexport.records.observer_names import (
 )
 
 Reduction = Literal["extremes", "average"]
+# Attributes that hold the statistics of an observer.
+ENDS = ("min_vals", "max_vals")
+# All attributes that depend on the observed tensors, and the fusion with other observers.
+OBSERVATION = (
+    *ENDS,
+    "_extremes",
+    "_factor",
+    "_found",
+    "_fused",
+    "_global_scale",
+    "_order",
+    "_pair",
+    "_pending_tensor",
+    "_scales_from_forward",
+    "_shape",
+    "_weight",
+)
 
 
 class QParamsDict(TypedDict):
@@ -84,12 +102,17 @@ class Observer(InternalModule, RegisteredObserver):
     which merges this range with the earlier range. The ranges of weights are not combined: the last
     observation replaces the earlier ones.
 
+    `min_vals` and `max_vals` hold the statistics. Scales, the range, the extremes and the global
+    scale are computed from them after a subclass or a caller has changed them. vexport's scales
+    are computed directly from the weight only while both attributes are as vexport found them.
+
     A subclass may override `update_statistics_from_observed`, as in llm-compressor. Such a subclass
-    sets `min_vals` and `max_vals` itself. It accepts any keyword unless it defines `defaults`. It
-    reads its keywords from `self.args.observer_kwargs`. A subclass written for llm-compressor's
-    older documentation overrides `calculate_qparams` or another method that returns scales (see
-    `vexport.observers.older`). Raises ValueError if a subclass overrides a method that is never
-    called.
+    sets `min_vals` and `max_vals` itself, or calls `super()` and changes them. It accepts any
+    keyword unless it defines `defaults`. It reads its keywords from `self.args.observer_kwargs`.
+
+    A subclass written for llm-compressor's older documentation overrides `calculate_qparams` or
+    another method that returns scales (see `vexport.observers.older`). Raises ValueError if a
+    subclass overrides a method that is never called.
 
     `Observer(quantization_args=args)` is the call in llm-compressor's older documentation. It
     creates an observer of a weight. If this observer observes several tensors, it passes their
@@ -137,6 +160,9 @@ class Observer(InternalModule, RegisteredObserver):
         self._fused: FusionState | None = None
         self._fused_index = 0
         self._factor = 1.0
+        # Whether a subclass's `forward` is running, and the last result that it got from `super()`.
+        self._is_in_subclass = False
+        self._super_answer: ScalePair | torch.Tensor | None = None
         self._drop_observation()
         self.configure(self._keywords())
 
@@ -154,8 +180,17 @@ class Observer(InternalModule, RegisteredObserver):
         self._pair: ScalePair | None = None
         # Whether the scales come from the `forward` of a subclass.
         self._scales_from_forward = False
-        if self._has_range:
-            del self.min_vals, self.max_vals
+        self._drop_range()
+
+    def _drop_range(self) -> None:
+        # Copy of the range that this class stored in `min_vals` and `max_vals`, if the scales may
+        # come from anything else.
+        self._found: Range | None = None
+        # Shape of the scales, if the observation determines it.
+        self._shape: tuple[int, ...] | None = None
+        for name in ENDS:
+            if name in self._kept:
+                delattr(self, name)
 
     @staticmethod
     def _constructor_arguments(
@@ -254,17 +289,35 @@ class Observer(InternalModule, RegisteredObserver):
         return self._weight is not None or self._pending_tensor is not None or self._has_range
 
     @property
+    def _kept(self) -> dict[str, object]:
+        return {**vars(self), **self._buffers, **self._parameters}
+
+    @property
     def _has_range(self) -> bool:
-        kept = {**vars(self), **self._buffers}
-        return "min_vals" in kept and "max_vals" in kept
+        return {*ENDS} <= self._kept.keys()
+
+    @property
+    def _is_range_changed(self) -> bool:
+        """True if `min_vals` or `max_vals` is not the range that `_found` holds.
+
+        A subclass or a caller has then set the range, or changed it in place. The scales follow
+        from the range, and not from the weight or from an older method.
+        """
+        if not {*ENDS} & self._kept.keys():
+            return False
+        found = self._found or (None, None)
+        ends = zip((self._kept.get(name) for name in ENDS), found, strict=True)
+        return any(end is not None and not older.is_same(end, own) for end, own in ends)
 
     def __getattr__(self, name: str) -> torch.Tensor | torch.nn.Module:
         """Compute and keep the range of a weight when `min_vals` or `max_vals` is read."""
-        if name in ("min_vals", "max_vals") and (
-            self._weight is not None or self._pending_tensor is not None
-        ):
-            self.min_vals, self.max_vals = self.range()
-            return self.min_vals if name == "min_vals" else self.max_vals
+        if name in ENDS and (self._weight is not None or self._pending_tensor is not None):
+            observed = self._observed_range()
+            self._found = older.copies(observed)
+            for each, end in zip(ENDS, observed, strict=True):
+                if each not in self._kept:
+                    setattr(self, each, end)
+            return observed[ENDS.index(name)]
         return super().__getattr__(name)
 
     @property
@@ -291,12 +344,20 @@ class Observer(InternalModule, RegisteredObserver):
         return bool(self._overrides & {*older.GLOBAL_SCALE_METHODS, *older.SCALE_METHODS})
 
     @property
-    def _overrides_only_find_range(self) -> bool:
-        """True if a subclass overrides `find_range`, but not `weight_scales`.
+    def _computes_weight_scales(self) -> bool:
+        """True for a weight if a subclass computes its scales with `weight_scales`."""
+        is_own = older.is_overridden(type(self), "weight_scales")
+        return self.base_name == WEIGHT and is_own and not self._decides_range
 
-        The scales must then be computed from the ranges of `find_range`, because the inherited
-        `weight_scales` does not call it.
+    @property
+    def _decides_range(self) -> bool:
+        """True if a subclass overrides `range`, or `find_range` but not `weight_scales`.
+
+        The scales must then be computed from the range, because the inherited `weight_scales` calls
+        neither method.
         """
+        if older.is_overridden(type(self), "range"):
+            return True
         order = type(self).__mro__
         find, scale = (
             next(place for place, kind in enumerate(order) if name in vars(kind))
@@ -331,10 +392,12 @@ class Observer(InternalModule, RegisteredObserver):
             arguments = (observed, g_idx, global_scale, should_calculate_gparam)
             answer: Observer | ScalePair | torch.Tensor = super().__call__(*arguments)
             return answer
-        if should_calculate_gparam:
-            return super().__call__(observed, should_calculate_gparam=True)  # type: ignore[no-any-return]
         if not observed.numel():
             return self
+        if should_calculate_gparam:
+            with self._set_aside():
+                found = self._call_forward(observed, {"should_calculate_gparam": True})
+                return self._shared_global_scale() if found is self or found is None else found
         return self._observe_with_forward(observed, given)
 
     @overload
@@ -363,37 +426,54 @@ class Observer(InternalModule, RegisteredObserver):
         scale (relative to `global_scale`) and the zero point. If `should_calculate_gparam` is set,
         return the global scale of the tensor.
         """
-        if observed.numel():
-            self.record_observed_tokens(observed)
-            if should_calculate_gparam:
-                return self.get_gparam(observed)
-            if global_scale is not None:
-                return self.get_qparams(observed, g_idx, global_scale)
+        if not observed.numel():
+            return self
+        self.record_observed_tokens(observed)
+        if not should_calculate_gparam and global_scale is None:
             self._observe(observed, g_idx)
-        return self
+            return self
+        if self._is_in_subclass and self._observes_range(observed, g_idx):
+            # The subclass may change the range instead of this method's result.
+            self._observe_range(observed, g_idx)
+        answer: ScalePair | torch.Tensor
+        if should_calculate_gparam:
+            answer = self.get_gparam(observed)
+        else:
+            answer = self.get_qparams(observed, g_idx, global_scale)
+        self._super_answer = answer
+        return answer
 
     def _observe(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
         """Observe a tensor.
 
         Older methods compute the scales if a subclass overrides them, or if groups differ in size.
         """
-        if self._decides_scales or not older.has_equal_groups(g_idx, observed, self.args):
+        if not self._observes_range(observed, g_idx):
             self._observe_for_scales(observed, g_idx)
+            return
+        if self.strategy == "tensor" and self._computes_weight_scales:
+            pair = self.weight_scales(self._tiles(observed, g_idx), None)
+            self._store_scales(pair, observed, g_idx)
             return
         self._observe_range(observed, g_idx)
         if self.strategy == "tensor_group" and self._decides_global_scale:
             self._store_global_scale(self.get_gparam(observed))
+
+    def _observes_range(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> bool:
+        """Return True if the scales follow from a range, and not from an older method."""
+        return not self._decides_scales and older.has_equal_groups(g_idx, observed, self.args)
 
     def _observe_range(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
         """Observe a tensor and derive its scales from its range."""
         if not self._keeps_statistics:
             self._update(self._tiles(observed, g_idx))
             return
-        order = older.column_order(g_idx, observed, self.args)
-        ordered = observed if order is None else observed.index_select(-1, order)
-        self.update_statistics_from_observed(
-            flatten_for_calibration(ordered, self.base_name, self.args)
-        )
+        self._order = older.column_order(g_idx, observed, self.args)
+        ordered = observed if self._order is None else observed.index_select(-1, self._order)
+        observations = flatten_for_calibration(ordered, self.base_name, self.args)
+        self.update_statistics_from_observed(observations)
+        if observations.ndim > 2:
+            self._shape = observations.shape[1:-1]
         self._publish_extremes()
 
     def _tiles(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> Tiles:
@@ -430,38 +510,104 @@ class Observer(InternalModule, RegisteredObserver):
         self, observed: torch.Tensor, given: Mapping[str, torch.Tensor | None]
     ) -> "Observer | ScalePair | torch.Tensor":
         """Call the `forward` of a subclass, and keep the scales if it returns any."""
-        method, own, g_idx = super().__call__, type(self).forward, given["g_idx"]
+        g_idx, global_scale = given["g_idx"], given["global_scale"]
         tokens, has_global = self.tokens, self.strategy == "tensor_group"
-        known = {
-            name: value
-            for name, value in given.items()
-            if value is not None and older.accepts(own, name)
-        }
-        answer: Observer | ScalePair | torch.Tensor | None
+        if self._has_range:
+            self._found = older.copies(self._statistics())
+        answer: Observer | ScalePair | torch.Tensor | None = self
         if (
             has_global
-            and "global_scale" not in known
-            and older.accepts(own, "should_calculate_gparam")
+            and global_scale is None
+            and older.accepts(type(self).forward, "should_calculate_gparam")
         ):
-            global_scale, answer = method(observed, should_calculate_gparam=True), self
-            if isinstance(global_scale, torch.Tensor):
-                self._set_pending_tensor(observed, g_idx)
-                self._scales_from_forward = True
-                self._store_global_scale(global_scale)
+            self._observe_global_scale(observed, g_idx)
         else:
-            answer = method(observed, **known)
-        if isinstance(answer, tuple | list):
-            pair = older.as_tensor_pair(answer, f"{type(self).__name__}.forward")
-            global_scale = self.get_gparam(observed) if has_global else None
-            self._set_pending_tensor(observed, g_idx)
-            self._scales_from_forward = True
-            if global_scale is None:
-                self._store_scales(pair, observed, g_idx)
-            else:
-                self._store_global_scale(global_scale)
+            answer = self._call_forward(observed, given)
+            if answer is self and global_scale is not None:
+                answer = self._scales(global_scale)
+            elif isinstance(answer, tuple | list):
+                self._keep_scales(answer, observed, g_idx)
         if self.tokens == tokens:
             self.record_observed_tokens(observed)
         return self if answer is None else answer
+
+    def _keep_scales(
+        self, answer: Sequence[object], observed: torch.Tensor, g_idx: torch.Tensor | None
+    ) -> None:
+        """Keep the scales that the `forward` of a subclass returned."""
+        pair = older.as_tensor_pair(answer, f"{type(self).__name__}.forward")
+        global_scale = self.get_gparam(observed) if self.strategy == "tensor_group" else None
+        self._set_pending_tensor(observed, g_idx)
+        self._scales_from_forward = True
+        if global_scale is None:
+            self._store_scales(pair, observed, g_idx)
+        else:
+            self._store_global_scale(global_scale)
+
+    def _observe_global_scale(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
+        """Observe a tensor with a `forward` of a subclass that can return a global scale.
+
+        If `forward` returns what `super().forward` returned, the scales follow from the range.
+        Otherwise, later calls of `forward` compute them, with the shared global scale.
+        """
+        kept, tokens = self._observation(), self.tokens
+        global_scale = self._call_forward(observed, {"should_calculate_gparam": True})
+        if not isinstance(global_scale, torch.Tensor):
+            return
+        is_inherited = global_scale is self._super_answer
+        follows_range = self._is_range_changed
+        if not follows_range and (is_inherited or self.base_name == WEIGHT):
+            self._restore(kept)
+            self.tokens = tokens
+            given = {"g_idx": g_idx}
+            if self.base_name == WEIGHT:
+                given["global_scale"] = global_scale
+            answer = self._call_forward(observed, given)
+            is_pair_inherited = older.is_same_answer(answer, self._super_answer)
+            follows_range = answer is self or (is_inherited and is_pair_inherited)
+        if not follows_range:
+            self._set_pending_tensor(observed, g_idx)
+            self._scales_from_forward = True
+        if not (follows_range and is_inherited):
+            self._store_global_scale(global_scale)
+
+    def _call_forward(
+        self, observed: torch.Tensor, given: Mapping[str, object]
+    ) -> "Observer | ScalePair | torch.Tensor | None":
+        """Call the `forward` of a subclass with the arguments in `given` that it accepts.
+
+        Return the observer if the subclass changed the range, but returned the result of
+        `super().forward` unchanged: this result does not follow from the changed range.
+        """
+        self._super_answer = None
+        self._is_in_subclass = True
+        try:
+            answer: Observer | ScalePair | torch.Tensor | None = super().__call__(
+                observed, **older.accepted(type(self).forward, given)
+            )
+        finally:
+            self._is_in_subclass = False
+        is_inherited = older.is_same_answer(answer, self._super_answer)
+        return self if is_inherited and self._is_range_changed else answer
+
+    @contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """Keep the current observation and fusion out of a block, and restore them afterwards."""
+        kept = self._observation()
+        self._fused = None
+        self._drop_observation()
+        try:
+            yield
+        finally:
+            self._restore(kept)
+
+    def _observation(self) -> dict[str, object]:
+        return {name: value for name, value in self._kept.items() if name in OBSERVATION}
+
+    def _restore(self, observation: Mapping[str, object]) -> None:
+        self._drop_observation()
+        for name, value in observation.items():
+            setattr(self, name, value)
 
     def _qparams_from_override(
         self, observed: torch.Tensor, g_idx: torch.Tensor | None, global_scale: torch.Tensor | None
@@ -474,9 +620,10 @@ class Observer(InternalModule, RegisteredObserver):
                 raise ValueError(
                     f"{name}: got forward without global_scale, need it for {self.strategy}"
                 )
-            return older.as_tensor_pair(
-                older.call_older_method(self.forward, observed, given), f"{name}: forward"
-            )
+            with self._set_aside():
+                answer = self._call_forward(observed, given)
+                pair = self._scales(global_scale) if answer is self else answer
+            return older.as_tensor_pair(pair, f"{name}: forward")
         if "get_qparams" in self._overrides:
             return older.as_tensor_pair(
                 older.call_older_method(self.get_qparams, observed, given), f"{name}: get_qparams"
@@ -503,12 +650,13 @@ class Observer(InternalModule, RegisteredObserver):
         computes = bool(self._overrides & {*older.SCALE_METHODS} - {"get_qparams"})
         if computes or not older.has_equal_groups(g_idx, observed, self.args):
             return self._qparams_by_older_methods(observed, g_idx, global_scale)
-        if self.base_name != WEIGHT or self._keeps_statistics or self.strategy == "tensor":
+        is_kept = self._keeps_statistics or self._decides_range or self.strategy == "tensor"
+        if self.base_name != WEIGHT or is_kept:
             self._observe_range(observed, g_idx)
             return self._scales_of_range(global_scale)
         tiles = self._tiles(observed, g_idx)
         self.prepare(tiles)
-        return self._scales_of_weight(tiles, global_scale)
+        return self.weight_scales(tiles, global_scale)
 
     def _store_scales(
         self, pair: ScalePair, observed: torch.Tensor, g_idx: torch.Tensor | None
@@ -559,6 +707,15 @@ class Observer(InternalModule, RegisteredObserver):
         """Return the scale (0) or the zero point (1), for `observer(value)[0]`."""
         return tuple(self)[place]
 
+    @property
+    def _num_observed_tokens(self) -> int | None:
+        """Number of observed tokens, under llm-compressor's name. None if there are none."""
+        return self.tokens or None
+
+    @_num_observed_tokens.setter
+    def _num_observed_tokens(self, tokens: int | None) -> None:
+        self.tokens = tokens or 0
+
     def record_observed_tokens(self, observed: torch.Tensor) -> None:
         """Count the tokens of an activation. Weights have no tokens."""
         self.tokens += tokens_in(observed, self.base_name)
@@ -589,42 +746,66 @@ class Observer(InternalModule, RegisteredObserver):
     def range(self) -> Range:
         """Return the observed range (low, high): float32, shape qparam_shape.
 
-        Raises ValueError if nothing was observed.
+        This is `min_vals` and `max_vals`. Raises ValueError if nothing was observed, or if a
+        subclass stored ranges of another shape.
         """
+        if self._has_range or self._is_range_changed:
+            return self._statistics()
+        return self._observed_range()
+
+    def _observed_range(self) -> Range:
+        """Return the range of the observed weight, before any change by a subclass."""
         if self._pending_tensor is not None and self.strategy == "tensor_group":
             global_scale = self.get_global_scale()
             return older.implied_range(self._scales(global_scale), self.args, global_scale)
-        if self._weight is None or self._has_range:
+        if self._weight is None:
             return self._statistics()
         return range_of(self._weight) if is_nvfp4(self.args) else self.find_range(self._weight)
+
+    def searched_weight(self) -> Tiles | None:
+        """Return the weight from which scales are computed directly, or None if there is none."""
+        return None if self._is_range_changed else self._weight
 
     def extremes(self) -> Range:
         """Return the smallest and the largest observed value: float32 without dimensions.
 
         They are not finite if an observed value is not finite. If the observer averages or searches
-        ranges during observation, the extremes of these ranges are returned instead. Raises
-        ValueError if nothing was observed.
+        ranges during observation, or if a subclass changes the range, the extremes of these ranges
+        are returned instead. Raises ValueError if nothing was observed.
         """
-        if self._extremes is not None:
+        follows_range = self._is_range_changed and self._global_scale is None
+        if self._extremes is not None and not follows_range:
             return self._extremes
-        if self._weight is not None:
+        if self._weight is not None and not follows_range:
             return extremes_of(self._weight)
-        low, high = self._statistics()
+        low, high = self.range()
         return low.amin(), high.amax()
+
+    def extremes_for_scales(self) -> Range:
+        """Return the extremes for which fused inputs get this observer's scale or global scale.
+
+        They are the observed extremes, unless a subclass overrides a method of the global scale.
+        """
+        names = ("get_global_scale", "global_scale")
+        if any(older.is_overridden(type(self), name) for name in names):
+            global_scale = self.get_global_scale()
+            if global_scale is not None:
+                return older.extremes_of_global_scale(global_scale)
+        return self.extremes()
 
     def global_scale(self) -> torch.Tensor | None:
         """Return the global scale that fused observers share: float32 (1,).
 
         Returns None if the strategy has no global scale.
         """
-        if self.strategy != "tensor_group":
-            return None
+        return self._shared_global_scale() if self.strategy == "tensor_group" else None
+
+    def _shared_global_scale(self) -> torch.Tensor:
         is_alone = self._fused is None or len(self._fused.extremes) == 1
         if is_alone and self._global_scale is not None:
             return self._global_scale * self.factor
-        if self._fused is None:
-            return global_scale_of(*(self._extremes or self._statistics())) * self.factor
-        return global_scale_of(*self._fused_extremes(self._fused)) * self.factor
+        extremes = self.extremes() if self._fused is None else self._fused_extremes(self._fused)
+        return global_scale_of(*extremes) * self.factor
 
     def get_global_scale(self) -> torch.Tensor | None:
         """Return `global_scale()`, under llm-compressor's name.
@@ -777,10 +958,8 @@ class Observer(InternalModule, RegisteredObserver):
         rank_extremes = [ends for ends in gather(self._extremes) if ends is not None]
         if rank_extremes:
             lows, highs = zip(*rank_extremes, strict=True)
-            self._extremes, self._global_scale = (
-                (torch.stack(lows).amin(), torch.stack(highs).amax()),
-                None,
-            )
+            self._extremes = torch.stack(lows).amin(), torch.stack(highs).amax()
+            self._global_scale = global_scale_of(*self._extremes)
 
     def _reduce_declared(self, declared: Mapping[str, object]) -> None:
         """Reduce each attribute that a subclass lists in `_act_sync_dict`, with the listed
@@ -821,11 +1000,17 @@ class Observer(InternalModule, RegisteredObserver):
                 observer._publish_extremes()
 
     def _statistics(self) -> Range:
-        if not self._has_range:
+        if not self.has_statistics:
             raise ValueError(
                 f"{self.base_name} observer: got no observation, need one before its range is read"
             )
-        return self.min_vals, self.max_vals
+        low, high = (
+            older.with_shape(
+                getattr(self, name), self._shape, f"observer {type(self).__name__}: {name}"
+            )
+            for name in ENDS
+        )
+        return low, high
 
     def _scales(self, global_scale: torch.Tensor | None) -> ScalePair:
         """Return scale (float32) and zero point (int32) of the observations.
@@ -835,6 +1020,10 @@ class Observer(InternalModule, RegisteredObserver):
         shares_range = (
             self.strategy == "tensor" and self._fused is not None and len(self._fused.extremes) > 1
         )
+        if self._is_range_changed:
+            scales = self._scales_of_range(global_scale)
+            self.post_calculate_qparams()
+            return scales
         if self._pending_tensor is not None and self.strategy == "tensor_group":
             observed, g_idx = self._pending_tensor
             pair = self._qparams_from_override(observed, g_idx, global_scale)
@@ -846,23 +1035,19 @@ class Observer(InternalModule, RegisteredObserver):
         return scales
 
     def _scales_of_range(self, global_scale: torch.Tensor | None) -> ScalePair:
-        if self._weight is not None:
-            return self._scales_of_weight(self._weight, global_scale)
-        low, high = self._statistics()
+        weight = self.searched_weight()
+        if weight is not None:
+            return self.weight_scales(weight, global_scale)
+        low, high = self.range()
         if self.strategy == "tensor" and self._fused is not None:
             low, high = (end.expand(low.shape) for end in self._fused_extremes(self._fused))
         return scale_and_zero_point(low, high, self.args, global_scale)
-
-    def _scales_of_weight(self, tiles: Tiles, global_scale: torch.Tensor | None) -> ScalePair:
-        if self._overrides_only_find_range:
-            return scale_and_zero_point(*self.find_range(tiles), self.args, global_scale)
-        return self.weight_scales(tiles, global_scale)
 
     def _update(self, tiles: Tiles) -> None:
         self.prepare(tiles)
         averages = self.base_name != WEIGHT or (self._is_older and not is_nvfp4(self.args))
         many = self.strategy in ("channel", "group", "block") or is_nvfp4(self.args)
-        if averages or not many:
+        if averages or not many or self._decides_range:
             new = self.find_range(tiles)
             self._store_range(
                 *(self.combine(self._statistics(), new) if averages and self._has_range else new)
@@ -870,13 +1055,15 @@ class Observer(InternalModule, RegisteredObserver):
             return
         order = self._order
         self._drop_observation()
-        self._weight, self._order = tiles, order
+        self._weight, self._order, self._shape = tiles, order, tiles.qparam_shape
         if is_nvfp4(self.args):
             self._extremes = extremes_of(tiles)
         self._publish_extremes()
 
     def _store_range(self, low: torch.Tensor, high: torch.Tensor) -> None:
         self.min_vals, self.max_vals = low, high
+        if self._overrides or self._pair is not None:
+            self._found = older.copies((low, high))
         self._publish_extremes()
 
     def _publish_extremes(self) -> None:
@@ -888,10 +1075,12 @@ class Observer(InternalModule, RegisteredObserver):
         if self._fused is None:
             return
         self._fused.factor, self._fused.is_fitted = 1.0, False
-        if self._extremes is not None:
-            self._fused.extremes[self._fused_index] = self._extremes
-        elif self._has_range:
-            self._fused.extremes[self._fused_index] = self.min_vals.amin(), self.max_vals.amax()
+        self._update_fused_extremes(self._fused)
+
+    def _update_fused_extremes(self, fused: FusionState) -> None:
+        """Store the current extremes in the state of fused observers, if there are any."""
+        if self._extremes is not None or self._has_range or self._is_range_changed:
+            fused.extremes[self._fused_index] = self.extremes()
 
     @staticmethod
     def _fused_extremes(fused: FusionState) -> Range:
@@ -899,6 +1088,11 @@ class Observer(InternalModule, RegisteredObserver):
 
         Raises ValueError if one of the observers has not observed anything yet.
         """
+        for reference in fused.members:
+            member = reference()
+            if member is not None:
+                # Its range may have been changed since it observed a tensor.
+                member._update_fused_extremes(fused)
         observed = [extremes for extremes in fused.extremes.values() if extremes is not None]
         if len(observed) < len(fused.extremes):
             raise ValueError(

@@ -25,7 +25,26 @@ class StaticMinMaxObserver(Observer):
         return torch.minimum(old[0], new[0]), torch.maximum(old[1], new[1])
 
 
-class MinMaxObserver(Observer):
+class AveragingObserver(Observer):
+    """Base class of observers that combine ranges in a moving average."""
+
+    reduction: ClassVar[Reduction | None] = "average"
+    averaging_constant: float
+
+    @property
+    def avg_constant(self) -> float:
+        """The same as `averaging_constant`, under llm-compressor's name."""
+        return self.averaging_constant
+
+    @avg_constant.setter
+    def avg_constant(self, constant: float) -> None:
+        self.averaging_constant = constant
+
+    def combine(self, old: Range, new: Range) -> Range:
+        return moving_average(old, new, self.averaging_constant)
+
+
+class MinMaxObserver(AveragingObserver):
     """Moving average of minimum and maximum, `old * (1 - c) + new * c` [minmax].
 
     The first observation is used unchanged. `averaging_constant` 1.0 disables averaging.
@@ -33,13 +52,9 @@ class MinMaxObserver(Observer):
 
     registry_name = "minmax"
     defaults: ClassVar[AverageOptions] = AverageOptions()
-    reduction: ClassVar[Reduction | None] = "average"
 
     def configure(self, keywords: dict[str, OptionValue]) -> None:
         self.averaging_constant = self.read(self.defaults, keywords).averaging_constant
-
-    def combine(self, old: Range, new: Range) -> Range:
-        return moving_average(old, new, self.averaging_constant)
 
 
 def moving_average(old: Range, new: Range, constant: float) -> Range:

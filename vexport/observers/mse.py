@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from vexport.observers.base import Observer, Reduction
+from vexport.observers.base import Observer
 from vexport.observers.flatten import Tiles, tiles_of_observations
-from vexport.observers.minmax import moving_average
+from vexport.observers.minmax import AveragingObserver
 from vexport.observers.older import (
     as_tensor_pair,
     call_older_method,
@@ -155,9 +155,10 @@ def fit_global_scale(observers: Sequence[Observer]) -> None:
         for member in members:
             member.factor = factor
         return sum(
-            nvfp4_error(member._weight, scale, member.search, member._importance)
+            nvfp4_error(weight, scale, member.search, member._importance)
             for member in members
-            if member._weight is not None and (scale := member.global_scale()) is not None
+            if (weight := member.searched_weight()) is not None
+            and (scale := member.global_scale()) is not None
         )
 
     best = min((1.0, 1 / min(expand, MAX_REDUCTION)), key=error)
@@ -165,7 +166,7 @@ def fit_global_scale(observers: Sequence[Observer]) -> None:
         member.factor = best
 
 
-class MovingAverageMSEObserver(MemorylessMSEObserver):
+class MovingAverageMSEObserver(AveragingObserver, MemorylessMSEObserver):
     """Moving average of the ranges with the smallest quantization error [mse].
 
     The first observation is used unchanged. `averaging_constant` 1.0 disables averaging.
@@ -173,14 +174,10 @@ class MovingAverageMSEObserver(MemorylessMSEObserver):
 
     registry_name = "mse"
     defaults: ClassVar[AverageSearchOptions] = AverageSearchOptions()
-    reduction: ClassVar[Reduction | None] = "average"
 
     def configure(self, keywords: dict[str, OptionValue]) -> None:
         super().configure(keywords)
         self.averaging_constant = self.read(self.defaults, keywords).averaging_constant
-
-    def combine(self, old: Range, new: Range) -> Range:
-        return moving_average(old, new, self.averaging_constant)
 
 
 class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):

@@ -210,10 +210,57 @@ def call_older_method(
 
     The oldest methods accept neither `tensor_id` nor `global_scale`.
     """
-    known = {
+    return method(observed, **accepted(method, given))
+
+
+def accepted(method: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments in `given` that are not None and that a method accepts."""
+    return {
         name: value for name, value in given.items() if value is not None and accepts(method, name)
     }
-    return method(observed, **known)
+
+
+def copies(ends: Range) -> Range:
+    """Return copies of both ends of a range."""
+    low, high = (end.detach().clone() for end in ends)
+    return low, high
+
+
+def is_same(value: object, own: torch.Tensor | None) -> bool:
+    """Return True if `value` is a tensor with the type and all values of `own`."""
+    if not isinstance(value, torch.Tensor) or own is None:
+        return False
+    if (value.dtype, value.device) != (own.dtype, own.device):
+        return False
+    return torch.equal(value, own)
+
+
+def is_same_answer(answer: object, inherited: object) -> bool:
+    """Return True if a method of a subclass returned the result of `super()` unchanged."""
+    if isinstance(answer, tuple | list) and isinstance(inherited, tuple | list):
+        pairs = zip(answer, inherited, strict=False)
+        return len(answer) == len(inherited) and all(own is given for own, given in pairs)
+    return answer is inherited
+
+
+def with_shape(end: object, shape: tuple[int, ...] | None, where: str) -> torch.Tensor:
+    """Return an end of a range with the shape of the scales, if the shape is known.
+
+    Raises ValueError if the end is no tensor, or if its shape does not fit.
+    """
+    if not isinstance(end, torch.Tensor):
+        raise ValueError(f"{where}: got {type(end).__name__}, need a tensor")
+    if shape is None or end.shape == shape:
+        return end
+    if end.numel() == torch.Size(shape).numel():
+        return end.reshape(shape)
+    if end.numel() == 1 or (end.ndim == len(shape) and _broadcasts(end.shape, shape)):
+        return end.reshape(end.shape if end.numel() > 1 else ()).expand(shape)
+    raise ValueError(f"{where}: got shape {tuple(end.shape)}, need {tuple(shape)}")
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    return all(size in (1, full) for size, full in zip(shape, to, strict=True))
 
 
 def as_tensor_pair(answer: object, method: str) -> ScalePair:
