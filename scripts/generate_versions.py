@@ -1,4 +1,6 @@
-"""Write vexport/architectures/generated/versions/VERSION.json: features of a vLLM version.
+"""Write the features of vLLM versions to vexport/architectures/generated/versions/VERSION.json.
+
+The types of their engine arguments go to generated/engine_arguments/VERSION.json.
 
     PYTHONPATH=. .venv/bin/python scripts/generate_versions.py 0.33.0 [0.31.0 ...]
 
@@ -18,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import Path
 
+from engine_arguments import engine_types
 from tables import FOLDER, embedding, write_table
 
 from vexport.architectures import architecture_table
@@ -140,6 +143,7 @@ def main() -> None:
     for version in sys.argv[1:]:
         wheel = Wheel(version)
         classes, minor = model_classes(wheel), version.rpartition(".")[0]
+        write_engine_types(wheel, version)
         changed = {
             name: entry
             for name, entry in classes.items()
@@ -158,6 +162,13 @@ def main() -> None:
         print(
             f"{minor}: {len(classes)} classes, {len(changed)} unlike {architecture_table().vllm}'s"
         )
+
+
+def write_engine_types(wheel: Wheel, version: str) -> None:
+    """Write the types of the engine arguments, with a line for each config class."""
+    target = FOLDER / "engine_arguments" / f"{version.rpartition('.')[0]}.json"
+    target.parent.mkdir(exist_ok=True)
+    write_table(target, {"vllm": version, "classes": engine_types(wheel)}, "classes")
 
 
 def facts(wheel: Wheel) -> Entry:
