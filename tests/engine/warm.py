@@ -68,6 +68,7 @@ LATE_VARIABLES = frozenset(
         *("LD_LIBRARY_PATH", "HF_HUB_DISABLE_PROGRESS_BARS", "VEXPORT_API_KEY"),
     }
 )
+_ROOT = Path(__file__).parents[2]
 # Most bytes to receive at a time.
 _BYTES = 1 << 20
 
@@ -94,10 +95,13 @@ class Warm:
     ) -> Iterator[Follow]:
         """Start a process group like vexport.engine.process, with a client instead of a worker."""
         python, _, module, *arguments = command
+        given = environment
+        if module.startswith("tests."):
+            environment = _with_tests(environment)
         ours = python == sys.executable and module.startswith(
             ("vexport.", "tests.evaluation.", "tests.inference.", "tests.engine.emulated")
         )
-        if ours and (address := self._address(module, environment)):
+        if ours and (address := self._address(module, given)):
             client = str(Path(__file__).with_name("warm_client.py"))
             command = [python, "-SE", client, PROGRESS_FD, address, module, *arguments]
         with started_process_group(
@@ -117,7 +121,7 @@ class Warm:
             if not address.exists():
                 started.write(early)
                 started.flush()
-                self._start(kind, {**environment, "TORCHDYNAMO_DISABLE": "1"})
+                self._start(kind, {**_with_tests(environment), "TORCHDYNAMO_DISABLE": "1"})
             started.seek(0)
             return str(address) if started.read() == early else ""
 
@@ -136,6 +140,12 @@ class Warm:
     def end(self) -> None:
         for descriptor in self.held:
             os.close(descriptor)
+
+
+def _with_tests(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return an environment in which a worker finds the tests. It ignores the current folder."""
+    path = [str(_ROOT), environment.get("PYTHONPATH", "")]
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:

@@ -44,6 +44,8 @@ _FIXED_ENVIRONMENT = {
     "NO_COLOR": "1",
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
+    # Keeps the current folder out of the import path of the worker and of vLLM's processes.
+    "PYTHONSAFEPATH": "1",
 }
 # Disables the emulation of missing CPU kernels. It must not be registered for a fake device.
 NO_EMULATION = {SWITCH: "0"}
@@ -164,16 +166,17 @@ class Worker(Generic[T]):
             scratch = Path(folder)
             request_file, result_file = scratch / "request.json", scratch / "result.json"
             write_text(request_file, to_json(self.request))
-            path = {"PYTHONPATH": _packages(scratch)} if self.vllm_python else {}
+            packages = [_packages(scratch)] if self.vllm_python else []
             ours = {
                 **_DEFAULT_ENVIRONMENT,
                 **os.environ,
                 **_FIXED_ENVIRONMENT,
                 **_temporary_files(scratch),
+                "PYTHONPATH": os.pathsep.join([*packages, *_python_path()]),
             }
             with started_process_group(
                 [str(python), "-m", self.module, str(request_file), str(result_file)],
-                environment={**ours, **path, **self.environment},
+                environment={**ours, **self.environment},
                 log=self.log,
                 timeout=self.timeout,
             ) as follow:
@@ -246,8 +249,16 @@ def require_vllm(vllm_python: Path | None = None) -> None:
         return
     probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     command, log = [str(vllm_python), "-c", probe], ""
+    path = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(_python_path())}
     try:
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PROBE_SECONDS)
+        subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_PROBE_SECONDS,
+            env={**os.environ, **path},
+        )
         return
     except subprocess.CalledProcessError as error:
         message, log = f"{vllm_python} has no module vllm", error.stderr
@@ -276,9 +287,9 @@ def require_engine(vllm_pythons: Sequence[Path | None]) -> None:
 
 
 def _packages(scratch: Path) -> str:
-    """Return a PYTHONPATH on which another interpreter finds this vexport and its plugin.
+    """Return a folder in which another interpreter finds this vexport and its plugin.
 
-    The path contains no other packages of this environment.
+    The folder contains no other packages of this environment.
     """
     shim = scratch / "packages"
     metadata = shim / f"vexport-{__version__}.dist-info"
@@ -288,4 +299,12 @@ def _packages(scratch: Path) -> str:
         metadata / "METADATA", f"Metadata-Version: 2.1\nName: vexport\nVersion: {__version__}\n"
     )
     write_text(metadata / "entry_points.txt", _PLUGIN)
-    return os.pathsep.join(filter(None, (str(shim), os.environ.get("PYTHONPATH"))))
+    return str(shim)
+
+
+def _python_path() -> list[str]:
+    """Return the folders in PYTHONPATH, without empty entries.
+
+    Python takes an empty entry, as in `PYTHONPATH=$PYTHONPATH:folder`, for the current folder.
+    """
+    return [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
