@@ -410,9 +410,12 @@ def test_scenario_sets_variants(fake: FakeEngine, tmp_path: Path) -> None:
         serve={"max_num_seqs": 7},
     )
     call = ("compare", MODEL, "--scenario", path, "--run-dir", tmp_path / "run", "--quiet")
-    ran = vexport(*call, "--format", "json")
+    ran = vexport(*call)
+    assert "variants.serve.1.load_format: got 'doubtful', need one of auto" in ran.stderr
+    trusted = (*call, "--trust-remote-code")
+    ran = vexport(*trusted, "--format", "json")
     assert [row["outcome"] for row in rows_of(ran)] == ["BASELINE", "PASS"], ran.stderr
-    strict = vexport(*call, "--margin", "0.001", "--format", "json")
+    strict = vexport(*trusted, "--margin", "0.001", "--format", "json")
     assert strict.code in (1, 3), "the command line wins"
     assert fake.requested == ["baseline", "doubtful"]
     assert installed_text() != ""

@@ -253,30 +253,6 @@ def test_commands_need_trust_flag(
     assert plan(folder / "s.yaml", trust_remote_code=True).groups
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [
-        "worker_cls: evil.C",
-        "scheduler_cls: evil.C",
-        "logits_processors: ['evil:C']",
-        "reasoning_parser_plugin: evil.py",
-        "kv_transfer_config: {kv_connector: C, kv_connector_module_path: evil}",
-        "compilation_config: {backend: evil.C}",
-    ],
-)
-def test_vllm_arguments_that_import_python(argument: str, llama: Path, tmp_path: Path) -> None:
-    path = tmp_path / "s.yaml"
-    path.write_text(
-        f"name: a\nsource: {llama}\nrules:\n  - {{match: Linear, scheme: FP8_DYNAMIC}}\n"
-        f"serve: {{engine_args: {{{argument}}}}}\n"
-    )
-    for command in (("plan", path), ("run", path, "--run-dir", tmp_path / "run")):
-        ran = vexport(*command)
-        assert ran.code == 2, ran.stderr
-        assert f"serve.engine_args.{argument.partition(':')[0]}" in ran.stderr
-        assert "--trust-remote-code" in ran.stderr
-
-
 def test_python_m_in_untrusted_folder(llama: Path, tmp_path: Path) -> None:
     """Run the real interpreter, which adds the current folder to its path."""
     (tmp_path / "evil.py").write_text(CODE.format(ran=str(tmp_path / "ran")) + OBSERVER)

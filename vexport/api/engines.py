@@ -5,6 +5,7 @@ from pathlib import Path
 
 from vexport.api.common import Name, OnNote, OnProblem, python_warning
 from vexport.api.engine import Engine
+from vexport.engine.installed import installed_version
 from vexport.evaluation.accepted_settings import CompletedSettings, with_accepted_settings
 from vexport.plan.source import require_trusted_scenario, with_default_text
 from vexport.records import (
@@ -140,7 +141,8 @@ def run(
     """
     (parsed,) = with_default_text([read_scenario(Path(scenario))], on_note)
     trusted = engine is not None and engine.trust_remote_code
-    require_trusted_scenario(parsed, Path(scenario), trusted=trusted)
+    vllm = installed_version(engine.vllm_python if engine else None)
+    require_trusted_scenario(parsed, Path(scenario), trusted=trusted, vllm=vllm)
     serve = with_options(parsed.serve, {"tensor_parallel_size": tp}, engine_args or {})
     parsed = parsed.model_copy(update={"serve": serve})
     options = (engine or Engine()).options(on_progress, parsed.serve)
@@ -178,7 +180,8 @@ def compare(
     base = base_scenario(str(source), schemes[0], None if scenario is None else Path(scenario))
     if scenario is not None:
         trusted = engine is not None and engine.trust_remote_code
-        require_trusted_scenario(base, Path(scenario), trusted=trusted)
+        vllm = installed_version(engine.vllm_python if engine else None)
+        require_trusted_scenario(base, Path(scenario), trusted=trusted, vllm=vllm)
     options = (engine or Engine()).options(on_progress, base.serve)
     folder = None if run_dir is None else Path(run_dir)
     rows, faults = compare_schemes(

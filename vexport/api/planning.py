@@ -6,6 +6,7 @@ from pathlib import Path
 from vexport.api.arguments import PlanArguments, SchemesArguments, with_keywords
 from vexport.api.common import Name
 from vexport.checkpoint.source import with_revision
+from vexport.engine.installed import installed_version
 from vexport.errors import InputError
 from vexport.formats.gpus import CARDS, find_card, parse_capability
 from vexport.formats.plan import Plan
@@ -58,7 +59,7 @@ def _plan_of_scenario(file: Path, arguments: PlanArguments) -> Plan:
         )
     trusted = arguments.trust_remote_code
     scenario = read_scenario(file)
-    require_trusted_scenario(scenario, file, trusted=trusted)
+    require_trusted_scenario(scenario, file, trusted=trusted, vllm=installed_version())
     _, plan = plan_scenario(
         scenario, arguments.run_dir, arguments.on_progress, trust_remote_code=trusted
     )

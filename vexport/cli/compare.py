@@ -301,11 +301,12 @@ def _read_scenario(file: Path | None, interpreters: Interpreters) -> "Scenario |
     """Return the scenario in the file. Raise InputError if it would run code without permission."""
     if file is None:
         return None
+    from vexport.engine.installed import installed_version
     from vexport.plan.source import require_trusted_scenario
     from vexport.scenario import read_scenario
 
-    scenario = read_scenario(file)
-    require_trusted_scenario(scenario, file, trusted=interpreters.trust_remote_code)
+    scenario, vllm = read_scenario(file), installed_version(interpreters.default)
+    require_trusted_scenario(scenario, file, trusted=interpreters.trust_remote_code, vllm=vllm)
     return scenario
 
 

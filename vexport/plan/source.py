@@ -11,7 +11,7 @@ from vexport.architectures.linears import Names, names_of
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import pinned_source, resolve_source, source_headers
-from vexport.errors import InputError, InputErrors, raise_all
+from vexport.errors import InputError, InputErrors, raise_all, shown
 from vexport.errors.extras import require_extra
 from vexport.errors.validation import ValidationProblem, validation_problems
 from vexport.formats.arguments import QuantArgs
@@ -49,7 +49,10 @@ from vexport.scenario import (
     parse_group_size,
 )
 from vexport.scenario.llmcompressor import read_recipe
-from vexport.scenario.serve import importing_arguments
+from vexport.scenario.plain_arguments import code_problems
+from vexport.scenario.serve import Serve
+from vexport.scenario.variants import with_setting
+from vexport.version import Version
 
 DEFAULT_SETTINGS = PlanSettings()
 # A plan with this scheme shows which layers a rule for all linear layers matches. The choice of
@@ -261,30 +264,31 @@ def require_trusted_observers(
         raise_all([problem for rule in rules for problem in _untrusted_observers(rule, folders)])
 
 
-def require_trusted_scenario(scenario: Scenario, file: Path, *, trusted: bool) -> None:
-    """Raise InputError if a scenario file makes vexport or vLLM run Python code.
+def require_trusted_scenario(
+    scenario: Scenario, file: Path, *, trusted: bool, vllm: Version
+) -> None:
+    """Raise InputError if a scenario file could make vexport or vLLM run Python code.
 
-    Such code is accepted if it is `trusted`.
+    The arguments of vLLM must be plain in the version `vllm`. Everything is accepted if the file is
+    `trusted`.
     """
     if trusted:
         return
     require_trusted_observers(scenario.rules, (file.parent,), trusted=trusted)
-    places = [
-        f"serve.engine_args.{name}" for name in importing_arguments(scenario.serve.engine_args)
-    ]
+    given = {"serve.engine_args": scenario.serve.engine_args}
     variants = scenario.variants
     if variants is not None:
-        for number, variant in enumerate(variants.matrix(scenario.serve, None)):
-            names = importing_arguments(variant.serve.engine_args)
-            places += [f"variants.serve.{number}.{name}" for name in names]
+        for number, setting in enumerate(variants.serve):
+            given[f"variants.serve.{number}"] = with_setting(Serve(), setting).engine_args
     problems = [
         InputError(
-            f"{file}: {place}",
-            got="a value that makes vLLM import Python code",
-            need="a value without code",
-            fix="remove it, or allow it with --trust-remote-code",
+            f"{file}: {place}.{problem.where}",
+            got=shown(problem.value),
+            need=problem.need,
+            fix="correct it, or allow any argument with --trust-remote-code",
         )
-        for place in places
+        for place, arguments in given.items()
+        for problem in code_problems(arguments, vllm)
     ]
     if variants is not None and variants.vllm_python:
         problems.append(

@@ -1,6 +1,6 @@
 """Settings of vLLM's engine: arguments that users may set, and arguments that vexport sets."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Gt, Le
@@ -63,38 +63,6 @@ _RESERVED: Mapping[str, tuple[Sequence[JsonValue], str]] = {
     "worker_extension_cls": ((), "no value here: vexport sets its own class to report kernels"),
     "nnodes": ((1,), "1: for several hosts, use Ray and distributed_executor_backend ray"),
 }
-
-
-# Arguments that make vLLM import Python code, and the values with which vLLM imports nothing.
-_HARMLESS_VALUES: Mapping[str, Sequence[JsonValue]] = {
-    "worker_cls": ("auto",),
-    **dict.fromkeys(
-        ("scheduler_cls", "io_processor_plugin", "reasoning_parser_plugin"), (None, "")
-    ),
-    "logits_processors": (None, []),
-}
-_MODULE_PATH = "_module_path"
-
-
-def importing_arguments(engine_args: Mapping[str, JsonValue]) -> Iterator[str]:
-    """Yield the arguments that make vLLM import Python code by a name or path.
-
-    These include module paths of connectors in `kv_transfer_config` and `ec_transfer_config`, and a
-    compilation backend from another package.
-    """
-    for given, value in engine_args.items():
-        name = given.replace("-", "_")
-        if name in _HARMLESS_VALUES:
-            imports = value not in _HARMLESS_VALUES[name]
-        elif name.endswith("_transfer_config"):
-            imports = _MODULE_PATH in str(value)
-        elif name == "compilation_config":
-            backend = value.get("backend") if isinstance(value, dict) else value
-            imports = isinstance(backend, str) and "." in backend
-        else:
-            imports = False
-        if imports:
-            yield given
 
 
 class Serve(ScenarioSection):
