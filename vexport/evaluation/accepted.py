@@ -20,8 +20,9 @@ from typing import Literal
 import numpy as np
 from pydantic import JsonValue
 
-from vexport.errors import InputError, raise_all
+from vexport.errors import InputError, raise_all, shown
 from vexport.evaluation.lost import LETTERS, Ending, count_answers, letter_of, lost_answers_text
+from vexport.evaluation.margins import margins_to_store, with_margins
 from vexport.evaluation.metrics import is_no_share, known_direction
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
@@ -31,6 +32,7 @@ from vexport.inference.fingerprint import Fingerprint
 from vexport.inference.questions import DIGEST_LENGTH, QuestionDigests, question_digest
 from vexport.records import AcceptedBaseline
 from vexport.records.chosen_metric import direction_name, parse_chosen_metric
+from vexport.records.margins import MarginSetting, MarginValue, margins_by_task
 
 LINE = 100
 """Number of documents in a line."""
@@ -66,13 +68,15 @@ class Accepted:
     settings of the evaluation, by their keys in a scenario (accepted_settings.py). `settings` is
     None in files that are older than this field. `accepted` is the time at which the model was
     accepted, and `checkpoint` is its name. Both are empty in older files, and in files that were
-    made without a call of `vexport eval`.
+    made without a call of `vexport eval`. `margin` is the acceptable loss of later candidates, or
+    None in older files.
     """
 
     vexport_baseline: Literal[1] = 1
     accepted: str = ""
     checkpoint: str = ""
     settings: Mapping[str, JsonValue] | None = None
+    margin: MarginValue | Mapping[str, MarginValue] | None = None
     fingerprint: Fingerprint
     groups: Mapping[str, tuple[str, ...]]
     tasks: Mapping[str, AcceptedTask]
@@ -112,6 +116,11 @@ def read_accepted(path: Path) -> Accepted:
             need = "a score and a question's digest for each document, as vexport wrote them"
             fix = "restore it from git, or accept it again"
             problems.append(InputError(where, got=str(error), need=need, fix=fix))
+    try:
+        margins_by_task(accepted.margin)
+    except ValueError as error:
+        got, fix = shown(accepted.margin), "restore it from git, or accept it again"
+        problems.append(InputError(f"{path}: margin", got=got, need=str(error), fix=fix))
     raise_all(problems)
     return accepted
 
@@ -136,20 +145,23 @@ def accept_results(
     choice: Choice,
     settings: Mapping[str, JsonValue] | None = None,
     *,
+    margin: MarginSetting = None,
     checkpoint: str = "",
     accepted_at: str = "",
 ) -> Accepted:
     """Write the scores of the deciding metrics from an lm-eval output folder to `path`.
 
     `choice` names the deciding metrics, as in `gated_tasks`. `settings` are the settings of the
-    evaluation, if they are known. `checkpoint` is the name of the model, and `accepted_at` is the
-    time. The file is written completely or not at all.
+    evaluation, if they are known. `margin` is the acceptable loss of later candidates. `checkpoint`
+    is the name of the model, and `accepted_at` is the time. The file is written completely or not
+    at all.
     """
     require_writable(path)
     results = read_results(folder)
     tasks: dict[str, AcceptedTask] = {}
     groups: dict[str, tuple[str, ...]] = {}
-    for gate in gated_tasks(results, results, choice):
+    gates = gated_tasks(results, results, choice)
+    for gate in gates:
         members = (gate.task,) if gate.task in results.tasks else results.groups[gate.task]
         if gate.task not in results.tasks:
             groups[gate.task] = members
@@ -158,6 +170,7 @@ def accept_results(
         accepted=accepted_at,
         checkpoint=checkpoint,
         settings=settings,
+        margin=margins_to_store(with_margins(gates, margin)),
         fingerprint=results.fingerprint,
         groups=groups,
         tasks=tasks,

@@ -123,6 +123,9 @@ def with_accepted_settings(
     engine = {
         key: value for key, value in stored.items() if key in ENGINE and key not in named_engine
     }
+    if accepted.margin is not None and "margin" not in named:
+        margin = accepted.margin
+        missing["margin"] = dict(margin) if isinstance(margin, Mapping) else margin
     with problems_at(f"{file}: settings"):
         Evaluate.model_validate({"tasks": ("any",), **missing})
     _require_known_tasks({**missing, **named}, "tasks" in named, file)

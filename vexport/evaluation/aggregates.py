@@ -58,6 +58,8 @@ class Table:
     - `flipped` has the numbers that each row would have if the baseline's response changed from
       correct to wrong or back, shape (responses, numbers). It is None if the metric does not score
       responses as correct or wrong.
+    - `worst` has the numbers of the worst possible responses, shape (responses, numbers), or is
+      None if the metric has no worst value.
     - `is_text` is True if the metric scores generated text.
     - `scored` returns 1 for each response that is at least partly correct, else 0.
     """
@@ -69,6 +71,7 @@ class Table:
     higher_is_better: bool
     to_aggregate: Callable[[float], float] = field(default=float)
     flipped: Scores | None = None
+    worst: Scores | None = None
     is_text: bool = False
     scored: Callable[[Scores], Scores] = field(default=lambda rows: np.ones(len(rows)))
 
@@ -195,8 +198,13 @@ def _brier(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> 
         measure=_ratio,
         unit="metric",
         higher_is_better=False,
-        to_aggregate=_clip_to(0.0, 2.0),
+        worst=_with_ones(np.full(len(left), _WORST_BRIER)),
+        to_aggregate=_clip_to(0.0, _WORST_BRIER),
     )
+
+
+# Squared error of a response that is sure of a wrong option.
+_WORST_BRIER = 2.0
 
 
 def _squared_errors(values: Sequence[Json]) -> Scores:
@@ -260,6 +268,7 @@ def _f1(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Tab
         higher_is_better=True,
         to_aggregate=_clip_to(0.0, 1.0),
         flipped=_f1_counts(is_positive, sides[0] != 1),
+        worst=_f1_counts(is_positive, ~is_positive),
         scored=lambda rows: 1.0 - rows[:, 1] - rows[:, 2],
     )
 
@@ -305,6 +314,8 @@ def _mcc(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Ta
         higher_is_better=True,
         to_aggregate=_clip_to(-1.0, 1.0),
         flipped=cells[gold_at * many + other_at],
+        # A model without any skill always chooses the same label. Its correlation is 0.
+        worst=cells[gold_at * many],
         scored=lambda rows: rows @ diagonal,
     )
 
@@ -349,7 +360,8 @@ def _text_table(
 ) -> Table:
     """Return the table of a metric of sacrebleu.
 
-    sacrebleu computes the score of a corpus from the sums of its segments' statistics.
+    sacrebleu computes the score of a corpus from the sums of its segments' statistics. A response
+    without any match is the worst, unless lower is better: edits have no upper limit.
     """
 
     def measure(sums: Scores) -> Scores:
@@ -362,12 +374,14 @@ def _text_table(
         references, answers = _references_and_answers(values)
         sides.append(metric._extract_corpus_statistics(answers, references))
     left, right = (np.array(side, dtype=np.float64) for side in sides)
+    empty = metric._extract_corpus_statistics([""] * len(left), references)
     return Table(
         baseline=left,
         candidate=right,
         measure=measure,
         unit="metric",
         higher_is_better=higher_is_better,
+        worst=np.array(empty, dtype=np.float64) if higher_is_better else None,
         to_aggregate=_clip_to(0.0, 100.0 if higher_is_better else math.inf),
         is_text=True,
         scored=scored,

@@ -138,6 +138,14 @@ def _influence(measure: Measure, rows: Scores, total: Scores) -> Scores:
     return parts
 
 
+def worst_influence(table: Table) -> Scores | None:
+    """Return the contributions of the worst possible responses, or None if there are none."""
+    if table.worst is None:
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _influence(table.measure, table.worst, table.worst.sum(axis=0))
+
+
 def _change_size(table: Table, total: Scores, value: float, influence: Scores) -> float:
     """Return the size of a typical change of one response, times the number of responses.
 

@@ -7,19 +7,23 @@ units, a margin of 1 % is a hundredth of the baseline's value.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.pairs import TaskPair
 from vexport.records.margins import (
+    DEFAULT_MARGIN,
     DEFAULT_RELATIVE_MARGIN,
     EVERY_TASK,
     Margin,
     MarginSetting,
+    MarginValue,
     margins_by_task,
 )
+from vexport.records.values import join_limited
 
+_MAX_NAMED = 3
 _NATS = ("nats", "nats per word", "nats per byte")
 
 
@@ -41,6 +45,51 @@ def with_margins(gates: Sequence[TaskPair], setting: MarginSetting) -> tuple[Tas
             problems.append(wrong_kind(gate.task, gate.metric, own, is_share=is_share))
     raise_all(problems)
     return tuple(_with_margin(gate, given.get(gate.task) or everywhere) for gate in gates)
+
+
+def margin_changes(
+    gates: Sequence[TaskPair], given: MarginSetting, accepted: MarginSetting
+) -> tuple[str, ...]:
+    """Describe each given margin that differs from the margin of the accepted baseline.
+
+    Raises:
+        InputError: If the given margins or the accepted margins do not fit the tasks.
+    """
+    if given is None or accepted is None:
+        return ()
+    tasks: dict[tuple[Margin, Margin], list[str]] = {}
+    pairs = zip(with_margins(gates, given), with_margins(gates, accepted), strict=True)
+    for new, old in pairs:
+        margins = margin_of_pair(new), margin_of_pair(old)
+        if margins[0] != margins[1]:
+            tasks.setdefault(margins, []).append(new.task)
+    return tuple(
+        f"{join_limited(names, ' and ', _MAX_NAMED)}: margin {new}, and the baseline was accepted "
+        f"with {old}"
+        for (new, old), names in tasks.items()
+    )
+
+
+def margins_of(gates: Sequence[TaskPair], setting: MarginSetting) -> MarginSetting:
+    """Return the margins of a setting without the tasks that are not judged."""
+    if not isinstance(setting, Mapping):
+        return setting
+    names = {EVERY_TASK, *(gate.task for gate in gates)}
+    return {name: margin for name, margin in setting.items() if name in names}
+
+
+def margins_to_store(gates: Sequence[TaskPair]) -> MarginValue | dict[str, MarginValue]:
+    """Return the margins of the deciding pairs: one value if all tasks have the same margin."""
+    margins = {gate.task: margin_of_pair(gate).setting for gate in gates}
+    values = [*dict.fromkeys(margins.values())]
+    return values[0] if len(values) == 1 else margins
+
+
+def margin_of_pair(pair: TaskPair) -> Margin:
+    """Return the margin that applies to a pair."""
+    if pair.relative_margin is not None:
+        return Margin(pair.relative_margin, True)
+    return Margin(DEFAULT_MARGIN if pair.margin is None else pair.margin)
 
 
 def unknown_names(where: str, given: Iterable[str], names: Sequence[str]) -> Iterator[InputError]:

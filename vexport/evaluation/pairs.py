@@ -19,7 +19,7 @@ from vexport.evaluation.aggregates import (
     log_likelihood_table,
     tabulate,
 )
-from vexport.evaluation.corpus import CorpusComparison, compare_corpora
+from vexport.evaluation.corpus import CorpusComparison, compare_corpora, worst_influence
 from vexport.evaluation.metrics import WHOLE_CORPUS, is_no_share
 from vexport.evaluation.results import Results, Sample, TaskSamples
 from vexport.evaluation.settings import changed_settings
@@ -79,6 +79,8 @@ class TaskPair:
       metric's range is used instead.
     - `scored` is 1 for each response that is at least partly correct, else 0, shape (2, responses).
       It is None unless the metric is of the whole corpus.
+    - `worst` has the contribution of the worst possible response to each document. It is None for
+      single tasks, and if the metric has no worst value.
     - `to_aggregate` converts a mean of `baseline` or `candidate` to the reported value. For a
       perplexity, the mean is a log-likelihood.
     - `undecided` is the reason why the metric cannot decide, or empty if it can.
@@ -102,6 +104,7 @@ class TaskPair:
     changes: Scores | None = None
     change_size: float | None = None
     scored: Scores | None = None
+    worst: Scores | None = None
     to_aggregate: Callable[[float], float] = float
     undecided: str = ""
     available: int | None = None
@@ -508,6 +511,8 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
     perplexities.
     """
     scored = [pair.scored for pair in pairs if pair.scored is not None]
+    influences = [worst_influence(pair.corpus.table) for pair in pairs if pair.corpus is not None]
+    worst = [influence for influence in influences if influence is not None]
     return replace(
         pairs[0],
         task=name,
@@ -522,6 +527,7 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
         if pairs[0].change_size is None
         else max(pair.change_size or 0.0 for pair in pairs),
         scored=np.concatenate(scored, axis=1) if len(scored) == len(pairs) else None,
+        worst=np.concatenate(worst) if len(worst) == len(pairs) else None,
         undecided=next((pair.undecided for pair in pairs if pair.undecided), ""),
         clusters=clusters,
         seeds=max(pair.seeds for pair in pairs),

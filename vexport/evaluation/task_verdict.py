@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,11 +27,20 @@ from vexport.evaluation.statistics import (
     tango_statistic,
     wilson_interval,
 )
+from vexport.evaluation.worst_candidate import with_worst_candidate
 from vexport.records import AnswerCounts, Comparison, Flip, Outcome, Score, TaskVerdict
 from vexport.records.values import plural
 
 MAX_FLIPS = 50
 """Maximum number of changed documents shown for each task."""
+
+
+class Levels(NamedTuple):
+    """The margin of a decision, and the levels of its lower bound and of its upper bound."""
+
+    margin: float
+    alpha: float
+    fail_alpha: float
 
 
 def difference_interval(pair: TaskPair, alpha: float) -> Interval:
@@ -72,8 +82,8 @@ def compare_task(
     upper bound at `fail_alpha` is below -margin. Otherwise the outcome is INCONCLUSIVE.
     `fail_alpha` is at most `alpha`.
 
-    PASS becomes INCONCLUSIVE if the baseline is not better than chance, or if a model's share of
-    lost responses is above the margin. `is_templated` is True if a chat template was applied, or
+    PASS becomes INCONCLUSIVE if the worst possible candidate would not fail, or if a model's share
+    of lost responses is above the margin. `is_templated` is True if a chat template was applied, or
     None if that is unknown.
 
     `margin` applies unless the pair has its own margin.
@@ -81,9 +91,8 @@ def compare_task(
     margin = own_margin(pair, margin)
     low, high = difference_interval(pair, alpha).low, difference_interval(pair, fail_alpha).high
     outcome, baseline = _outcome(low, high, margin), _score(pair, pair.baseline, alpha)
-    uninformative = (
-        _uninformative(pair, baseline, margin, is_templated) if outcome != "FAIL" else ""
-    )
+    levels = Levels(margin=margin, alpha=alpha, fail_alpha=fail_alpha)
+    uninformative = _uninformative(pair, baseline, levels, outcome, is_templated)
     outcome = "INCONCLUSIVE" if uninformative else outcome
     counts, words, too_many_lost = _lost_answers(pair, margin, alpha)
     if too_many_lost and outcome != "FAIL":
@@ -93,7 +102,7 @@ def compare_task(
     flips = wilson_interval(wins + losses, len(pair.gain), alpha)
     recovery, recovery_low, recovery_high = _recovery(pair, alpha)
     is_open = outcome == "INCONCLUSIVE" and not uninformative and not too_many_lost
-    needed, seeds_needed = _needed(pair, margin, alpha, fail_alpha) if is_open else (None, None)
+    needed, seeds_needed = _needed(pair, levels) if is_open else (None, None)
     return TaskVerdict(
         task=pair.task,
         metric=pair.metric,
@@ -211,46 +220,88 @@ def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
 
 
 def _uninformative(
-    pair: TaskPair, baseline: Score, margin: float, is_templated: bool | None
+    pair: TaskPair, baseline: Score, levels: Levels, outcome: Outcome, is_templated: bool | None
 ) -> str:
-    """Return the reason why the task is uninformative, with its likely cause, else "".
+    """Return the reason why the task cannot show a loss, with a remedy, else "".
 
-    A task with a 0/1 metric is uninformative if the baseline is not clearly better than chance, or
-    not better than chance by at least the margin. A metric of the whole corpus is uninformative if
-    there are too few documents. It is also uninformative if the baseline's value is not clearly
-    above 0, because a relative margin is then close to 0. All other metrics return "".
+    This is the case if the same decision is not FAIL for the worst possible candidate. If the
+    outcome is INCONCLUSIVE, further documents would help both decisions. The task is then merely
+    not settled, unless the baseline is not clearly better than the worst candidate, or not better
+    by more than the margin.
+
+    A metric of the whole corpus is also uninformative if there are too few documents.
     """
-    if pair.own_unit is not None:
-        return _uninformative_corpus(pair, baseline)
-    chance = pair.chance
-    if not pair.binary or pair.sign < 0 or baseline.low > chance <= baseline.value - margin:
+    if outcome == "FAIL":
         return ""
+    documents = len(pair.gain) // pair.seeds
+    if pair.own_unit is not None and documents < LEAST_DOCUMENTS:
+        return f"it has {plural(documents, 'document')}, and needs at least {LEAST_DOCUMENTS}"
+    worst = with_worst_candidate(pair)
+    if worst is None:
+        return ""
+    high = difference_interval(worst, levels.fail_alpha).high
+    is_better = worst.difference < -levels.margin and high < 0
+    is_open = outcome == "INCONCLUSIVE" and is_better
+    if high < -levels.margin or is_open:
+        return ""
+    chance = pair.chance if pair.own_unit is None else 0.0
     guessing = f", and guessing {100 * chance:.3g}%" if chance else ""
-    scored = f"the baseline scores {100 * baseline.value:.3g}%{guessing}"
+    loss = f"so that even the worst candidate loses only {_amount(pair, -worst.difference)}"
+    known = f"{_scored(pair, baseline)}{guessing}, {loss}"
+    return "; ".join([known, *_remedies(worst, high, levels, is_templated)])
+
+
+def _remedies(
+    worst: TaskPair, high: float, levels: Levels, is_templated: bool | None
+) -> Iterator[str]:
+    """Yield the documents or the margin at which a task could show a loss, and a likely cause.
+
+    `high` is the upper bound of the difference with the worst possible candidate.
+    """
+    ways = []
+    is_small = worst.difference >= -levels.margin
+    needed, _ = (None, None) if is_small else _needed(worst, levels)
+    if needed is not None:
+        ways.append(f"about {needed:,} documents")
+    if high < 0:
+        ways.append(f"a margin below {_margin_amount(worst, -high)}")
+    if ways:
+        yield f"{' or '.join(ways)} would show a loss"
+    if is_small or high >= 0:
+        yield f"the likely cause is {_likely_cause(is_templated)}"
+
+
+def _likely_cause(is_templated: bool | None) -> str:
+    """Return the likely cause of a baseline that has hardly anything to lose."""
     if is_templated:
-        cause = "the chat template: evaluate without it (--no-apply-chat-template)"
-    elif is_templated is False:
-        cause = (
+        return "the chat template: evaluate without it (--no-apply-chat-template)"
+    if is_templated is False:
+        return (
             "that the task is too hard for the model, or its prompts have an unfamiliar format: "
             "choose a task that the model can do"
         )
-    else:
-        cause = "the format of the prompts (a chat template?), or a task that is too hard"
-    return f"{scored}; the likely cause is {cause}"
+    return "the format of the prompts (a chat template?), or a task that is too hard"
 
 
-def _uninformative_corpus(pair: TaskPair, baseline: Score) -> str:
-    """Return the reason why a metric of the whole corpus is uninformative, else ""."""
-    documents = len(pair.gain) // pair.seeds
-    if documents < LEAST_DOCUMENTS:
-        return f"it has {plural(documents, 'document')}, and needs at least {LEAST_DOCUMENTS}"
-    if pair.unit == "metric" and baseline.low <= 0:
-        return (
-            f"the baseline's {pair.metric} is {baseline.value:.3g}, not clearly above 0; the "
-            "likely cause is the format of the prompts (a chat template?), or a task that is "
-            "too hard"
-        )
-    return ""
+def _amount(pair: TaskPair, loss: float) -> str:
+    """Return a loss with its unit."""
+    if pair.unit == "share":
+        points = f"{100 * loss + 0.0:.3g}"
+        return f"{points} {'point' if points == '1' else 'points'}"
+    return f"{loss + 0.0:.3g} in {pair.metric}"
+
+
+def _margin_amount(pair: TaskPair, loss: float) -> str:
+    """Return a loss as a margin, rounded down: points, or per cent of the baseline's value."""
+    if pair.relative_margin is None:
+        return f"{_rounded_down(100 * loss)} points"
+    return f"{_rounded_down(100 * loss / abs(pair.baseline_value))}%"
+
+
+def _rounded_down(value: float) -> str:
+    """Return a positive number with two digits that is at most `value`."""
+    digits = 1 - math.floor(math.log10(value))
+    return f"{math.floor(value * 10.0**digits) / 10.0**digits:.6g}"
 
 
 def _outcome(low: float, high: float, margin: float) -> Outcome:
@@ -307,9 +358,7 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tupl
     return candidate / baseline, 1 + low / baseline, 1 + high / baseline
 
 
-def _needed(
-    pair: TaskPair, margin: float, alpha: float, fail_alpha: float
-) -> tuple[int | None, int | None]:
+def _needed(pair: TaskPair, levels: Levels) -> tuple[int | None, int | None]:
     """Return how many documents would settle the task, and how many seeds would settle it instead.
 
     With more seeds, each of the present documents gets more responses. The first number is None if
@@ -318,13 +367,12 @@ def _needed(
     """
     documents, spread = len(pair.gain), 1.0
     if pair.binary:
-        statistic = tango_statistic(pair.wins, pair.losses, documents, -margin)
-        spread = spread_over_null(pair.wins, pair.losses, documents, margin)
+        statistic = tango_statistic(pair.wins, pair.losses, documents, -levels.margin)
+        spread = spread_over_null(pair.wins, pair.losses, documents, levels.margin)
     else:
-        statistic = mean_statistic(pair.gain, -margin, pair.range_width)
-    correction = cluster_correction(
-        pair.gain, pair.clusters, alpha if statistic > 0 else fail_alpha, pair.responses_per_cluster
-    )
+        statistic = mean_statistic(pair.gain, -levels.margin, pair.range_width)
+    level = levels.alpha if statistic > 0 else levels.fail_alpha
+    correction = cluster_correction(pair.gain, pair.clusters, level, pair.responses_per_cluster)
     needed = documents_to_settle(
         documents, statistic / correction.design**0.5, correction.alpha, spread=spread
     )

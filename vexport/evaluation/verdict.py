@@ -31,9 +31,10 @@ from vexport.evaluation.accepted import (
     select_accepted,
 )
 from vexport.evaluation.harnesses import read_any_results
-from vexport.evaluation.margins import with_margins
+from vexport.evaluation.margins import margin_changes, margins_of, with_margins
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks, pool
-from vexport.evaluation.results import Results
+from vexport.evaluation.results import Results, read_results
+from vexport.evaluation.same_response import same_response_warnings
 from vexport.evaluation.settings import MAX_NAMED, changes_by_task, device_of
 from vexport.evaluation.shared_tasks import SharedTasks, shared_tasks
 from vexport.evaluation.task_verdict import (
@@ -65,8 +66,8 @@ def decide(
     The results are those of lm-eval, lighteval, EvalScope, or plain JSON lines.
 
     - `margin` is the acceptable loss, for all tasks or by task. 0.02 is 2 points of accuracy. `1%`
-      is 1 % of the baseline's value, for a metric that is not a share. None means the default for
-      both kinds.
+      is 1 % of the baseline's value, for a metric that is not a share. None means the accepted
+      baseline's margin, or else the default for both kinds.
     - `alpha` is the probability of a wrong PASS, and of a wrong FAIL, below 0.5.
     - `gate` is the metric that decides for a task (pairs.py).
     - `tasks` are the tasks and groups to judge, all of both sides by default. If a side lacks a
@@ -94,8 +95,12 @@ def decide(
         sides = {name: (recorded, right.fingerprint_of(name)) for name in shared.names}
         replaced: tuple[str, ...] = ()
         identity = describe_accepted(baseline, accepted)
+        stored = margins_of(gates, accepted.margin)
+        margins = margin_changes(gates, margin, stored)
+        margin = stored if margin is None else margin
     else:
         identity = None
+        margins = ()
         left, right = attempt_all(
             (str(run), partial(read_any_results, run, tasks)) for run in (baseline, candidate)
         )
@@ -117,6 +122,8 @@ def decide(
     verdict = judge(gates, margin=shares, alpha=alpha, prompting=right.prompting)
     verdict = _without_missing_tasks(verdict, shared)
     warnings = (
+        *margins,
+        *same_response_warnings(gates),
         *_direction_warnings(verdict),
         *replaced,
         *right.replaced,
@@ -147,6 +154,19 @@ def _without_missing_tasks(verdict: Verdict, shared: SharedTasks) -> Verdict:
     advice = "evaluate the same tasks, or select some with --task"
     reason = f"{lacking} ({advice}); {verdict.reason}"
     return replace(verdict, outcome="INCONCLUSIVE", reason=reason)
+
+
+def tasks_without_loss(path: Path, folder: Path, alpha: float) -> Iterator[str]:
+    """Describe the tasks of an accepted baseline that cannot show a loss of a later candidate.
+
+    `folder` has the results that were accepted.
+    """
+    accepted, results = read_accepted(path), read_results(folder)
+    gates = with_margins(pair_with(accepted, results, NO_CHOICE), accepted.margin)
+    margin = margin_of_shares(accepted.margin)
+    for task in judge(gates, margin=margin, alpha=alpha, prompting=results.prompting).tasks:
+        if task.uninformative:
+            yield f"{task.task} cannot show a loss: {task.uninformative}"
 
 
 def _direction_warnings(verdict: Verdict) -> Iterator[str]:
@@ -444,14 +464,13 @@ def _inconclusive_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
     ]
     lost = [task for task in unsettled if task.too_many_lost]
     if uninformative:
-        verb = "shows" if len(uninformative) == 1 else "show"
         left = (
             f"; {_inconclusive_reason(unsettled, margin)}"
             if unsettled
             else _other_tasks_text(tasks, "INCONCLUSIVE")
         )
         names = join_limited([task.task for task in uninformative], " and ", MAX_NAMED)
-        return f"{names} {verb} nothing: {uninformative[0].uninformative}{left}"
+        return f"{names} cannot show a loss: {uninformative[0].uninformative}{left}"
     if lost:
         rest = [task for task in tasks if task not in lost]
         open_ = [task for task in rest if task.outcome == "INCONCLUSIVE"]

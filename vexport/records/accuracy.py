@@ -363,8 +363,8 @@ class TaskVerdict:
       recorded. If it is smaller than `documents_needed`, `settling_margin` is the smallest margin
       at which all documents of the task would give PASS, if the difference stays the same. It is
       None if the scores are not shares.
-    - `uninformative` is the reason why the task cannot show a loss, such as a baseline that is no
-      better than chance. The candidate then cannot pass. It is empty for informative tasks.
+    - `uninformative` is the reason why the task cannot show a loss: even the worst possible
+      candidate would not fail. The candidate then cannot pass. It is empty for informative tasks.
 
     Other fields:
     - `clusters` is the number of tasks in a group with documents clustered by task, else None.

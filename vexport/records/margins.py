@@ -28,6 +28,11 @@ class Margin:
     value: float
     is_relative: bool = False
 
+    @property
+    def setting(self) -> MarginValue:
+        """The margin as a value of `--margin`: 0.02, or `1%`."""
+        return f"{100 * self.value:.12g}%" if self.is_relative else self.value
+
     def __str__(self) -> str:
         return f"{100 * self.value:.6g}%" if self.is_relative else f"{self.value:g}"
 

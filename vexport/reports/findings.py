@@ -256,7 +256,7 @@ def _accuracy_gates(verdict: "Verdict") -> Iterator[Gate]:
 def _task_message(task: "TaskVerdict", margin: float) -> str:
     """Return the difference with its interval and the margin."""
     if task.uninformative:
-        return f"shows nothing: {task.uninformative}"
+        return f"cannot show a loss: {task.uninformative}"
     if task.too_many_lost and task.outcome == "INCONCLUSIVE":
         return f"too many responses that do not count: {task.lost_answers}"
     scale, more = scale_of(task), f"; {task.lost_answers}" if task.too_many_lost else ""

@@ -32,6 +32,7 @@ from vexport.evaluation.comparable_results import read_document_counts, require_
 from vexport.evaluation.inputs import evaluation_inputs
 from vexport.evaluation.results import read_results
 from vexport.evaluation.task_settings import require_valid_against, require_valid_settings
+from vexport.evaluation.verdict import tasks_without_loss
 from vexport.files import user_path
 from vexport.inference.endpoint.server import is_url, require_address
 from vexport.inference.endpoint.tokenizer import tokenizer_of
@@ -222,10 +223,12 @@ def _accept_answers(run: Run, accept: Path | None) -> str:
         accept,
         choice,
         stored,
+        margin=settings.margin,
         checkpoint=portable(given.candidate.name),
         accepted_at=now(),
     )
-    lines = [f"accepted: {accept}: {accepted_scores_text(accepted)}"]
+    lines = [f"warning: {each}" for each in tasks_without_loss(accept, folder, settings.alpha)]
+    lines.append(f"accepted: {accept}: {accepted_scores_text(accepted)}")
     if verdict is None:  # a verdict's warnings already name lost responses
         lines += [f"warning: {lost}" for lost in lost_answers(accepted, settings.alpha)]
     against = shlex.quote(portable(str(accept)))
