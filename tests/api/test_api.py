@@ -3,14 +3,17 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import vexport.api
 from tests.command import ALL_COMMANDS
 from tests.command import vexport as call
+from tests.models import Good
 from tests.test_layers import HEAVY, loaded_by
 from vexport.api import (
     Calibration,
@@ -20,6 +23,7 @@ from vexport.api import (
     Serve,
     check,
     evaluate,
+    load,
     quantize,
     verdict,
 )
@@ -179,3 +183,55 @@ def test_api_starts_no_watchdog(llama: Path) -> None:
     assert "MainThread" in threads
     assert "reads" not in threads
     assert loaded == "[]"
+
+
+@pytest.mark.parametrize(
+    ("given", "tp", "sm"),
+    [
+        ({"sm": 89}, (), (89,)),
+        ({"sm": "sm_86"}, (), (86,)),
+        ({"sm": ["A100", 12.0, "9.0,90"]}, (), (80, 120, 90)),
+        ({"tp": 4}, (4,), ()),
+        ({"tp": "1, 2"}, (1, 2), ()),
+        ({"tp": (size for size in ("2", 4))}, (2, 4), ()),
+        ({"gpu": "L4,l40s"}, (), (89,)),
+        ({"gpu": "T4", "sm": 75}, (), (75,)),
+        ({"vllm": "v0.31.1"}, (), ()),
+    ],
+)
+def test_devices_are_parsed_as_on_command_line(
+    good: Good, given: dict[str, Any], tp: tuple[int, ...], sm: tuple[int, ...]
+) -> None:
+    report = check(good("W4A16"), static=True, **given)
+    assert (report.tp, report.sm) == (tp or (1,), sm)
+    assert [each.check for each in report.findings if each.check == "internal"] == []
+
+
+WRONG: Mapping[str, tuple[object, ...]] = {
+    "sm": (42, "ninety", [[90]], {"sm": 90}, True, None, b"90", [None], 90.5, object()),
+    "tp": (0, -1, "two", 1.5, True, [""], None, 10**30, "9" * 5000),
+    "gpu": ("H1000", 3, None, ("L4", 7.5)),
+    "vllm": ("newest", 33, 0.33, (1,), ("0", "x"), ""),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
+)
+def test_wrong_devices_are_input_errors(good: Good, key: str, value: object) -> None:
+    if not (key == "vllm" and value is None):
+        with pytest.raises(InputError, match=f"^check: {key}: "):
+            check(good("W4A16"), static=True, **{key: value})  # type: ignore[arg-type]
+    if key in ("tp", "gpu") or key == "sm" and value is not None:
+        with pytest.raises(InputError, match=f"^load: {key}: "):
+            load(good("W4A16"), dry=True, **{key: value})  # type: ignore[arg-type]
+
+
+def test_plan_takes_number_or_name_of_gpu(llama: Path) -> None:
+    for gpu in (89, "sm89", "L40S"):
+        table = vexport.api.plan_schemes(llama, gpu=gpu)
+        assert table.gpu is not None
+        assert table.gpu.sm == 89
+    for wrong in ({"gpu": 42}, {"tp": "two"}, {"tp": 0}):
+        with pytest.raises(InputError):
+            vexport.api.plan_schemes(llama, **wrong)

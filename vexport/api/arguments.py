@@ -64,7 +64,7 @@ class SchemesArguments(ScenarioSection):
     ignore: IgnoreSetting = ()
     kv_cache: KvCacheSetting = None
     tp: RanksSetting = (1,)
-    gpu: str | None = None
+    gpu: str | int | None = None
     on_progress: SkipJsonSchema[OnProgress] = silent
 
 

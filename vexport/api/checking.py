@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from vexport.api.common import Name, OnProblem, is_verifying
+from vexport.api.common import Name, OnProblem, is_verifying, parsed
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.checks import SourceComparison, check_checkpoint, error_findings
@@ -15,10 +15,10 @@ from vexport.engine.installed import installed_version
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, require_extra
 from vexport.files import user_path
-from vexport.formats.gpus import cards, with_cards
+from vexport.formats.gpus import Names, cards, parse_capabilities, parse_sizes, with_cards
 from vexport.outputs.digests import named_digests, require_list
 from vexport.records import CheckReport, OnProgress, silent
-from vexport.version import Version
+from vexport.version import Version, parse_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +40,10 @@ class CheckSettings:
 def check(
     checkpoint: Name,
     *,
-    tp: Sequence[int] = (),
-    sm: Sequence[int] = (),
-    gpu: Sequence[str] = (),
-    vllm: Version | None = None,
+    tp: Names = (),
+    sm: Names = (),
+    gpu: Names = (),
+    vllm: Version | str | None = None,
     source: Name | None = None,
     digests: Name | None = None,
     speculative: str = "",
@@ -54,19 +54,23 @@ def check(
 ) -> CheckReport:
     """Check whether vLLM loads a checkpoint, as `vexport check` does.
 
-    `gpu` contains GPU names such as "H100". Their compute capabilities are added to `sm`. With
-    `source`, the weights are compared with the source too. If vLLM is installed, its own loaders
-    also load the checkpoint dry, unless `static` or VEXPORT_NO_VERIFY is set. `vllm` is the version
-    of vLLM to check against. Its default is the version in `vllm_python`, or in this environment.
+    `tp`, `sm` and `gpu` accept a value or several, as numbers or as text: `sm=90`, `sm="80,90"`,
+    `sm=["sm90", "H100"]`. `gpu` contains GPU names. Their compute capabilities are added to `sm`.
+    With `source`, the weights are compared with the source too. If vLLM is installed, its own
+    loaders also load the checkpoint dry, unless `static` or VEXPORT_NO_VERIFY is set. `vllm` is the
+    version of vLLM to check against, such as "0.32". Its default is the version in `vllm_python`,
+    or in this environment.
 
     Raises an error if the checkpoint or another input cannot be read. Faults of the checkpoint are
     findings of the report.
     """
     problems: list[VexportError] = []
     settings = CheckSettings(
-        tp=tuple(tp),
-        sm=with_cards(sm, cards(gpu)),
-        vllm=vllm,
+        tp=parsed("check: tp", parse_sizes, tp),
+        sm=with_cards(
+            parsed("check: sm", parse_capabilities, sm), parsed("check: gpu", cards, gpu)
+        ),
+        vllm=None if vllm is None else parsed("check: vllm", parse_version, vllm),
         source=source,
         digests=digests,
         speculative=speculative,

@@ -4,9 +4,12 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from vexport.errors import VexportError
+from vexport.errors import InputError, VexportError
 
+T = TypeVar("T")
+R = TypeVar("R")
 Name = str | Path
 # Called with a note on an assumption or an omission.
 OnNote = Callable[[str], None]
@@ -14,6 +17,17 @@ OnNote = Callable[[str], None]
 OnProblem = Callable[[VexportError], None]
 _NO_VERIFY = "VEXPORT_NO_VERIFY"
 _FALSE = ("", "0", "false", "f", "no", "n", "off")
+
+
+def parsed(where: str, parse: Callable[[T], R], value: T) -> R:
+    """Return `parse(value)`. Raises InputError if the value is wrong.
+
+    The command line uses the same parsers.
+    """
+    try:
+        return parse(value)
+    except (TypeError, ValueError) as error:
+        raise InputError(where, got=str(error), need="", fix="") from None
 
 
 def python_warning(text: str) -> None:

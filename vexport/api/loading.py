@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from vexport.api.common import Name, OnProblem
+from vexport.api.common import Name, OnProblem, parsed
 from vexport.api.engine import Engine
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import require_source, resolve_source
@@ -17,7 +17,7 @@ from vexport.engine.arguments import require_layers
 from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, raise_problems
-from vexport.formats.gpus import cards
+from vexport.formats.gpus import Names, cards, parse_capabilities, parse_sizes
 from vexport.records import (
     DryLoadReport,
     EngineMode,
@@ -32,9 +32,9 @@ def load(
     checkpoint: Name,
     *,
     dry: bool = False,
-    tp: Sequence[int] = (1,),
-    sm: Sequence[int] | None = None,
-    gpu: Sequence[str] = (),
+    tp: Names = (1,),
+    sm: Names | None = None,
+    gpu: Names = (),
     speculative: str = "",
     mode: EngineMode = "eager",
     run_dir: Name | None = None,
@@ -45,17 +45,17 @@ def load(
     """Load a checkpoint in vLLM, as `vexport load` does.
 
     With `dry`, the checkpoint is loaded from headers alone, for the devices in `tp`, `sm` and
-    `gpu`. A real load uses the tensor parallel size of `engine.serve`. Its results are kept only if
-    `run_dir` names a run directory. `gpu` contains GPU names such as "H100". Their memory is
-    compared with the model's needs. With `speculative` (METHOD or METHOD=FOLDER), the drafter is
-    loaded next to the model.
+    `gpu`, which accept the same values as in `check`. A real load uses the tensor parallel size of
+    `engine.serve`. Its results are kept only if `run_dir` names a run directory. `gpu` contains GPU
+    names such as "H100". Their memory is compared with the model's needs. With `speculative`
+    (METHOD or METHOD=FOLDER), the drafter is loaded next to the model.
 
     Raises:
         ValueError: `dry` is combined with `run_dir`, or `tp`, `sm`, `gpu` or `speculative` is given
             without `dry`.
     """
     engine_settings = engine or Engine()
-    if not dry and tuple(tp) != (1,):
+    if not dry and parsed("load: tp", parse_sizes, tp) != (1,):
         raise ValueError("load: got tp without dry, need dry=True, or engine.serve")
     (report_of_load,) = load_all(
         [checkpoint],
@@ -77,9 +77,9 @@ def load_all(
     checkpoints: Sequence[Name],
     *,
     dry: bool = False,
-    tp: Sequence[int] = (1,),
-    sm: Sequence[int] | None = None,
-    gpu: Sequence[str] = (),
+    tp: Names = (1,),
+    sm: Names | None = None,
+    gpu: Names = (),
     speculative: str = "",
     modes: Sequence[EngineMode] = ("eager",),
     engines: Sequence[Engine] = (Engine(),),
@@ -103,6 +103,9 @@ def load_all(
         raise ValueError("load: got run_dir with dry, need one of them: no engine starts")
     if not dry and (sm is not None or gpu or speculative):
         raise ValueError("load: got sm, gpu or speculative without dry, need dry=True")
+    sizes = parsed("load: tp", parse_sizes, tp)
+    capabilities = None if sm is None else parsed("load: sm", parse_capabilities, sm)
+    gpus = parsed("load: gpu", cards, gpu)
     names = tuple(str(checkpoint) for checkpoint in checkpoints)
     _require_any(names)
     problems = _unreadable(names, on_progress)
@@ -114,9 +117,9 @@ def load_all(
             *dry_load_checkpoints(
                 readable,
                 tuple(dict.fromkeys(engine.vllm_python for engine in engines)),
-                tp=tuple(tp),
-                sm=None if sm is None else tuple(sm),
-                gpus=cards(gpu),
+                tp=sizes,
+                sm=capabilities,
+                gpus=gpus,
                 speculative=speculative,
                 trust_remote_code=engines[0].trust_remote_code,
                 timeout=engines[0].serve.timeout,

@@ -75,8 +75,9 @@ def _plan_schemes(source: Name, arguments: SchemesArguments) -> SchemeTable:
     With `gpu`, the table starts with the schemes that this GPU runs natively, and has
     recommendations.
     """
-    sm = None if arguments.gpu is None else parse_capability(arguments.gpu)
-    if arguments.gpu is not None and sm is None:
+    gpu = None if arguments.gpu is None else str(arguments.gpu)
+    sm = None if gpu is None else parse_capability(gpu)
+    if gpu is not None and sm is None:
         raise InputError(
             "plan_schemes: gpu",
             got=repr(arguments.gpu),
@@ -91,9 +92,9 @@ def _plan_schemes(source: Name, arguments: SchemesArguments) -> SchemeTable:
         arguments.on_progress,
         arguments.group_size,
     )
-    if arguments.gpu is None or sm is None:
+    if gpu is None or sm is None:
         return table
-    return table_for_gpu(table, sm, find_card(arguments.gpu))
+    return table_for_gpu(table, sm, find_card(gpu))
 
 
 plan_schemes = with_keywords(SchemesArguments, _plan_schemes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
 
 import click
 from click.core import ParameterSource
@@ -17,7 +17,7 @@ from vexport.cli.positional import folder_advice
 from vexport.errors import InputError, InputErrors, clip, did_you_mean
 from vexport.records.options import Heading
 from vexport.records.values import MOST_COUNT
-from vexport.version import short_version
+from vexport.version import parse_version, short_version
 
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra
@@ -191,6 +191,7 @@ def _short(option: click.Option, record: tuple[str, str]) -> tuple[str, str]:
 
 Parameter = click.Parameter | None
 Context = click.Context | None
+T = TypeVar("T")
 Function = Callable[..., None]
 Decorator = Callable[[Function], Function]
 Callback = Callable[[click.Context, click.Parameter, Any], object]
@@ -366,40 +367,29 @@ def byte_size(text: str) -> int:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Parse tensor parallel sizes: `1,2,4`. Duplicates are dropped. A type for click."""
-    parts = [part.strip() for part in text.split(",")]
-    for part in parts:
-        if not re.fullmatch("0*[1-9][0-9]*", part):
-            raise click.BadParameter(
-                f"{part!r} is not a number of GPUs; write whole numbers such as 1,2,4."
-            )
-    return tuple(dict.fromkeys(map(int, parts)))
+    """Parse tensor parallel sizes: `1,2,4`. A type for click."""
+    from vexport.formats.gpus import parse_sizes
+
+    return _parsed(parse_sizes, text)
 
 
 def capabilities(text: str) -> tuple[int, ...]:
-    """Parse compute capabilities: `80,9.0`, `sm90` or `H100`. Duplicates are dropped.
+    """Parse compute capabilities: `80,9.0`, `sm90` or `H100`. A type for click."""
+    from vexport.formats.gpus import parse_capabilities
 
-    A type for click.
-    """
-    from vexport.formats.gpus import CARDS, GENERATIONS, parse_capability
-
-    parsed = {part: parse_capability(part) for part in map(str.strip, text.split(","))}
-    for part, number in parsed.items():
-        if number is None:
-            known = ", ".join(map(str, GENERATIONS))
-            raise click.BadParameter(
-                f"{part!r} is not a known compute capability.{did_you_mean(part, CARDS)} Write "
-                f"90, 9.0 or a GPU such as H100. Known: {known}."
-            )
-    return tuple(dict.fromkeys(filter(None, parsed.values())))
+    return _parsed(parse_capabilities, text)
 
 
 def gpus(text: str) -> tuple["Card", ...]:
     """Parse names of GPUs: `H100,l40s`. Duplicates are dropped. A type for click."""
     from vexport.formats.gpus import cards
 
+    return _parsed(cards, text)
+
+
+def _parsed(parse: Callable[[str], T], text: str) -> T:
     try:
-        return cards(text.split(","))
+        return parse(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 
@@ -531,10 +521,7 @@ def format_option(formats: tuple[str, ...] = FORMATS, names: str = "-o --output"
 
 def _version(text: str) -> tuple[int, int]:
     """Parse the major and minor number of a version. A type for click."""
-    match = re.match(r"v?([0-9]+)\.([0-9]+)(?:\.|$)", text)
-    if match is None:
-        raise click.BadParameter(f"{text!r} is not a version such as 0.30.")
-    return int(match[1]), int(match[2])
+    return _parsed(parse_version, text)
 
 
 trust_option = option(

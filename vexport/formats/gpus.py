@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from vexport.errors import did_you_mean
 
+# Numbers or names, as the command line and Python give them: `80,90`, 90, "sm90" or ("H100", 90).
+Names = str | float | Iterable[str | float]
 # Name of the generation of each compute capability. Sources: NVIDIA's list
 # (developer.nvidia.com/cuda-gpus) and vLLM 0.32.
 GENERATIONS: Mapping[int, str] = {
@@ -130,10 +132,53 @@ def find_card(name: str) -> Card | None:
     return _BY_FOLDED_NAME.get(_fold(name))
 
 
-def cards(names: Iterable[str]) -> tuple[Card, ...]:
+def _parts(value: Names) -> list[str]:
+    """Return the numbers and names in `value` as text. Commas separate them.
+
+    Raises ValueError if `value` is of another type.
+    """
+    each = value if isinstance(value, Iterable) and not isinstance(value, str | bytes) else (value,)
+    found = list(each)
+    for part in found:
+        if not isinstance(part, str | int | float) or isinstance(part, bool):
+            raise ValueError(f"{part!r} is not a number or a name.")
+    return [name.strip() for part in found for name in str(part).split(",")]
+
+
+def parse_sizes(value: Names) -> tuple[int, ...]:
+    """Parse tensor parallel sizes: `1,2,4`, 2 or (1, 2). Duplicates are dropped.
+
+    Raises ValueError if a part is not a whole number above zero.
+    """
+    parts = _parts(value)
+    for part in parts:
+        if not re.fullmatch("0*[1-9][0-9]{0,8}", part):
+            raise ValueError(
+                f"{part!r} is not a number of GPUs; write whole numbers such as 1,2,4."
+            )
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def parse_capabilities(value: Names) -> tuple[int, ...]:
+    """Parse compute capabilities: `80,9.0`, `sm90`, 90 or `H100`. Duplicates are dropped.
+
+    Raises ValueError if a part is not a known capability or GPU.
+    """
+    parsed = {part: parse_capability(part) for part in _parts(value)}
+    for part, number in parsed.items():
+        if number is None:
+            known = ", ".join(map(str, GENERATIONS))
+            raise ValueError(
+                f"{part!r} is not a known compute capability.{did_you_mean(part, CARDS)} Write "
+                f"90, 9.0 or a GPU such as H100. Known: {known}."
+            )
+    return tuple(dict.fromkeys(filter(None, parsed.values())))
+
+
+def cards(names: Names) -> tuple[Card, ...]:
     """Return the GPUs with these names, each once. Raises ValueError for an unknown name."""
     found: dict[str, Card] = {}
-    for name in names:
+    for name in _parts(names):
         card = find_card(name)
         if card is None:
             written = name.strip()
