@@ -197,7 +197,7 @@ def test_unneeded_rows_are_not_read(tmp_path: Path) -> None:
         stream.write("this row is broken, and nobody asked for it\n")
     samples = read(path, samples=4)
     assert [len(ids) for ids in samples.token_ids][0] == 16
-    with pytest.raises(InputError, match=r"rows.jsonl:5: got no JSON object"):
+    with pytest.raises(InputError, match=r"rows.jsonl: line 5: got invalid JSON, column 1"):
         read(path, samples=5)
 
 

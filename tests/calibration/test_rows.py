@@ -249,7 +249,7 @@ def test_multimodal_rows_are_left_out(tmp_path: Path, row: object) -> None:
     assert samples.rows == (2,)
     (note,) = samples.notes
     assert_contains(note, "skipped 2 of 3 rows", "images, video or sound")
-    assert_contains(note, f"{tmp_path / 'mixed.jsonl'}:1")
+    assert_contains(note, f"{tmp_path / 'mixed.jsonl'}: line 1")
 
 
 def test_text_about_images_is_text(tmp_path: Path) -> None:
@@ -456,3 +456,97 @@ def test_notes_of_the_command(tmp_path: Path) -> None:
     assert ran.code == 0, ran.stderr
     assert "note: " in ran.stderr
     assert_contains(ran.stderr, "skipped 1 of 2 rows", "chat template", "tool_calls of 1 row")
+
+
+def hidden(ids: list[int], mask: object, **columns: object) -> dict[str, object]:
+    return {"input_ids": ids, "attention_mask": mask, **columns}
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [0, 0, 1, 1, 1, 0],
+        [False, False, True, True, True, False],
+        [0.0, 0.0, 1.0, 1.0, 1.0, 0.0],
+        [0, 0, 2, 2, 7, 0],
+    ],
+)
+def test_masked_tokens_are_no_text(tmp_path: Path, mask: object) -> None:
+    """Masked tokens are dropped before rows are cut, packed or searched for image tokens."""
+    rows = write_rows(tmp_path / "rows.jsonl", *[hidden([9, 1, 5, 6, 7, 2], mask)] * 3)
+    assert read(rows, seq_len=2).token_ids == ((5, 6),) * 3
+    assert read(rows, seq_len=4, pack=True).token_ids == ((5, 6, 7, 5), (6, 7, 5, 6), (7,))
+    model = model_with(tmp_path / "model", image_token_id=9)
+    assert read(rows, model).token_ids == ((5, 6, 7),) * 3
+
+
+def test_other_columns_of_tokens_are_noted(tmp_path: Path) -> None:
+    """A column with a value for each token is not used, and a note names it."""
+    row = {"input_ids": [5, 6], "attention_mask": None, "loss_mask": [0, 1], "topics": [1]}
+    rows = write_rows(tmp_path / "rows.jsonl", row, {**row, "weights": [0.5, 2.0]})
+    samples = read(rows)
+    assert samples.token_ids == ((5, 6), (5, 6))
+    (note,) = samples.notes
+    assert_contains(note, "loss_mask and weights", "2 rows", "not used yet")
+    assert "topics" not in note
+
+
+@pytest.mark.parametrize(
+    ("mask", "problem"),
+    [
+        ([1, 1], "attention_mask with 2 values for 3 input_ids"),
+        ([0, 0, 0], "attention_mask that hides all tokens"),
+        ("111", "attention_mask that is not a list of numbers"),
+        ([[1, 1, 1]], "attention_mask that is not a list of numbers"),
+    ],
+)
+def test_broken_masks_are_refused(tmp_path: Path, mask: object, problem: str) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", hidden([5, 6, 7], mask))
+    with assert_raises(InputError, "rows.jsonl: line 1", problem):
+        read(rows)
+
+
+@pytest.mark.parametrize(
+    ("broken", "place", "problem"),
+    [
+        ('{"text": "a" "b"}', "line 7", "invalid JSON, column 14"),
+        ('{"text": "never closed}', "line 7", "invalid JSON, column 10"),
+        ("{'text': 'a'}", "line 7", "invalid JSON, column 2"),
+        ('{"texts": "a"}', "line 7", "a row with the keys texts"),
+        ('{"messages": []}', "line 7", "a conversation without turns"),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--seed", "4"), ("--pack", "--seq-len", "512")])
+def test_plan_finds_broken_rows(
+    tmp_path: Path, broken: str, place: str, problem: str, options: tuple[str, ...]
+) -> None:
+    """Plan checks the rows that `quantize` would read, and no others."""
+    rows = [json.dumps({"text": f"text {number}"}) for number in range(20)]
+    rows[6] = broken
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(rows))
+    command = ("plan", DEMO, "--scheme", "W4A16_G64", "--calibration", path)
+    ran = vexport(*command, *options)
+    assert ran.code == 2
+    assert_contains(ran.errors[0], f"{path}: {place}: got {problem}")
+    if not options:
+        assert vexport(*command, "--samples", "6").code == 0
+
+
+def test_broken_list_names_line(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text('[{"text": "a"},\n {"text": "b"},\n {"text" "c"}]')
+    with assert_raises(InputError, "rows.json: line 3", "invalid JSON, column 10"):
+        read(tmp_path / "rows.json")
+
+
+def test_short_text_is_noted_before_it_runs(tmp_path: Path) -> None:
+    """Plan knows the most tokens that the settings allow, and `quantize` the number of tokens."""
+    rows = write_rows(tmp_path / "rows.jsonl", *[{"text": "9 4 + 5 1 = 5 4 1 ."}] * 4)
+    options = ("--scheme", "W4A16_G64", "--calibration", rows, "--samples", "4")
+    planned = vexport("plan", DEMO, *options, "--seq-len", "16", "--ignore", "re:.*mlp.*")
+    assert_contains(planned.stderr, "note: at most 64 tokens", "o_proj", "1,536")
+    assert "too few" not in vexport("plan", DEMO, *options, "--seq-len", "4096").stderr
+    ran = vexport("quantize", DEMO, tmp_path / "out", *options, "--no-verify", "--seq-len", "64")
+    assert ran.code == 0, ran.stderr
+    note = ran.stderr.index("of calibration text are too few")
+    assert note < ran.stderr.index("calibrate")

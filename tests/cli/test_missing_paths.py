@@ -53,7 +53,7 @@ WITHOUT_TEXT = {
     "numbers.json": "a number instead of a JSON object",
     "object.json": "the keys a, b",
     "pretty.json": "a JSON object that spans several lines",
-    "program.jsonl": "no JSON object",
+    "program.jsonl": "invalid JSON, column 1",
     "folder": "a folder without data files",
 }
 READING = (

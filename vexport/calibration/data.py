@@ -30,7 +30,7 @@ from vexport.calibration.rows import (
     UnknownFormError,
     read_row,
 )
-from vexport.calibration.sources import RawRow, encoding_error, raw_rows
+from vexport.calibration.sources import TEXT, RawRow, encoding_error, json_problem, raw_rows
 from vexport.checkpoint.chat_template import DEFAULT as DEFAULT_TEMPLATE
 from vexport.checkpoint.chat_template import FILE as TEMPLATE_FILE
 from vexport.checkpoint.chat_template import chat_templates
@@ -38,13 +38,18 @@ from vexport.checkpoint.source import DEFAULT, parse_data, require_data
 from vexport.errors import InputError, first_line, raise_all
 from vexport.files import digest_bytes, read_json_object
 from vexport.records import CalibrationData
+from vexport.records.values import join_limited
 
 # Maximum number of characters to tokenize per needed token. Long texts are cut before tokenizing,
 # because samples contain only their first tokens.
 CHARACTERS_PER_TOKEN = 64
+# Assumed maximum number of tokens that a chat template and the tokenizer add to a string of a row.
+TEMPLATE_TOKENS = 32
 # Reading ends after MAX_BROKEN_ROWS broken rows, or if the first MAX_MULTIMODAL_ROWS rows all have
 # images, video or sound.
 MAX_BROKEN_ROWS, MAX_MULTIMODAL_ROWS = 10, 10_000
+# Maximum number of columns that a note names.
+MAX_NAMED_COLUMNS = 4
 # The template that transformers uses for conversations with tools if the tokenizer has several.
 TOOL_TEMPLATE = "tool_use"
 # _MEDIA_ID matches keys of config.json whose values are the ids of tokens for images, video or
@@ -136,31 +141,68 @@ def read_samples(
     )
 
 
-def require_rows(name: str, column: str | None = None) -> None:
-    """Check the first rows of a local file or folder, before slow packages are imported.
+def require_rows(data: CalibrationData) -> None:
+    """Check the rows of a local file or folder, before slow packages are imported.
 
-    `column` is the column with the text, by default the column in `name` (DATA:COLUMN). Raises
-    InputError if the path is missing, if it is not a file with text, or if the first
-    MAX_BROKEN_ROWS rows are all broken. `read_samples` reports all other problems.
+    All rows are checked that `read_samples` would read, as far as that is possible without the
+    tokenizer. Raises InputError if the path is missing, if it is not a file with text, if rows are
+    broken, or if there are no rows. `read_samples` reports all other problems.
     """
-    require_data(name)
-    parsed = parse_data(name)
-    if parsed.kind != "path":
+    require_data(data.name)
+    if parse_data(data.name).kind != "path":
         return
-    data = CalibrationData(name=name, samples=MAX_BROKEN_ROWS, seq_len=1)
     broken = _BrokenRows()
+    rows = raw_rows(data)
+    first = list(islice(rows, 1))
+    size = _SampleSize(data, packs=_packs(data, first))
     number = 0
-    for raw in islice(raw_rows(data), MAX_BROKEN_ROWS):
+    multimodal = 0
+    for raw in chain(first, rows):
         number += 1
         try:
-            read_row(_content(raw), column or parsed.column)
+            row = read_row(_content(raw), data.column)
         except MultimodalRowError:
-            return
+            multimodal += 1
+            if multimodal == number == MAX_MULTIMODAL_ROWS:
+                return
         except (ValueError, RecursionError) as error:
             broken.add(raw.place, error)
+            if broken.number == MAX_BROKEN_ROWS:
+                break
         else:
+            size.add(row)
+            if size.is_enough:
+                break
+    raise_all(broken.errors() if number else [_no_rows_error(data.name)])
+
+
+class _SampleSize:
+    """Counts rows until they are certainly enough for the samples, without a tokenizer."""
+
+    def __init__(self, data: CalibrationData, *, packs: bool) -> None:
+        self._packs = packs
+        self._needed = data.samples * data.seq_len if packs else data.samples
+        self._counted = 0
+
+    @property
+    def is_enough(self) -> bool:
+        """Return True if `read_samples` would not read further rows."""
+        return self._counted >= self._needed
+
+    def add(self, row: Row) -> None:
+        """Add a row. If rows are packed, it counts with the most tokens that it can have."""
+        if not self._packs:
+            self._counted += 1
             return
-    raise_all(broken.errors() if number else [_no_rows_error(name)])
+        of_texts = sum(len(text.encode()) + TEMPLATE_TOKENS for text in row.texts())
+        self._counted += len(row.ids or ()) + of_texts
+
+
+def _packs(data: CalibrationData, first: Sequence[RawRow]) -> bool:
+    """Return True if rows are concatenated: if `data` requires it, or for paragraphs of a text."""
+    file = parse_data(data.name).path
+    is_text = file.suffix.lower() in TEXT and bool(first) and isinstance(first[0].content, dict)
+    return is_text if data.pack is None else data.pack
 
 
 def has_conversations(name: str, column: str | None = None) -> bool:
@@ -265,11 +307,11 @@ class _BrokenRows:
         fix = FIX_ROW
         kind = got
         if isinstance(error, RecursionError):
-            kind = got = "JSON nested too deeply"
+            kind = got = json_problem(error)
         elif isinstance(error, json.JSONDecodeError):
             # All rows with invalid JSON share one error, whatever the parser's message is.
-            kind = "no JSON object"
-            got = f"{kind} ({error.msg} at character {error.pos})"
+            kind = "invalid JSON"
+            got = json_problem(error)
             fix = f"{FIX_ROW}, or name a file of plain text .txt"
         elif isinstance(error, RefusedTurnsError):
             need = "turns that the chat template renders"
@@ -313,18 +355,12 @@ class _Reader:
         self._broken = _BrokenRows()
         self._multimodal: list[tuple[str, str]] = []
         self._omitted = Counter[str]()
+        self._unused = Counter[str]()
         self._number = 0
         rows = raw_rows(data)
         first = list(islice(rows, 1))
         self._raw = chain(first, rows)
-        # Rows are concatenated if `data` requires it, or if they are paragraphs of a single text.
-        file = parse_data(data.name).path
-        paragraphs = (
-            file.suffix.lower() in (".txt", ".md")
-            and bool(first)
-            and isinstance(first[0].content, dict)
-        )
-        self.packs = paragraphs if data.pack is None else data.pack
+        self.packs = _packs(data, first)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -414,6 +450,12 @@ class _Reader:
                     f"{name}: the chat template does not render the {part} of {rows}; the "
                     f"calibration text is without the {part}"
                 )
+        if self._unused:
+            columns = join_limited(list(self._unused), " and ", MAX_NAMED_COLUMNS)
+            yield (
+                f"{name}: {columns} of {_row_count(max(self._unused.values()))} not used yet: all "
+                "tokens count alike, except for those that attention_mask hides"
+            )
         if self._omitted["arguments"]:
             yield (
                 f"{name}: {_row_count(self._omitted['arguments'])} with tool_calls whose arguments "
@@ -422,6 +464,7 @@ class _Reader:
 
     def _tokenized(self, raw: RawRow) -> _Tokens:
         row = read_row(_content(raw), self._data.column)
+        self._unused.update(row.unused)
         if self._data.name == DEFAULT and row.conversation is not None:
             turns = (str(turn["content"]) for turn in row.conversation.messages)
             row = replace(row, plain_text="\n\n".join(turns))
@@ -577,7 +620,9 @@ def _content(raw: RawRow) -> object:
 
     Raises ValueError, and RecursionError for JSON nested too deeply.
     """
-    return json.loads(raw.content) if isinstance(raw.content, bytes) else raw.content
+    if not isinstance(raw.content, bytes):
+        return raw.content
+    return json.loads(raw.content.rstrip(b"\r\n"))
 
 
 def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> Tokenizer:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
+from typing import TypeGuard
 
 from vexport.calibration.conversations import (
     Conversation,
@@ -47,6 +48,8 @@ _ANSWERS = (
 # Text that belongs to a question: Alpaca's input, Dolly's context.
 _CONTEXTS = ("input", "context")
 _SYSTEM = ("system", "system_prompt")
+# Column with 0 for each token that is padding.
+MASK = "attention_mask"
 # Keys under which logs of OpenAI's API store the request.
 _REQUESTS = ("body", "request", "kwargs")
 SUPPORTED_ROW_FORMS = (
@@ -96,13 +99,15 @@ class Row:
     """Content of a row: exactly one of `ids`, `conversation` and `text`.
 
     `plain_text` is the text to use for a conversation if the model has no chat template. If it is
-    None, a model without a template cannot use the row.
+    None, a model without a template cannot use the row. `unused` names the columns with a value for
+    each token that calibration does not use, such as `labels`.
     """
 
     ids: tuple[int, ...] | None = None
     conversation: Conversation | None = None
     text: str | None = None
     plain_text: str | None = None
+    unused: tuple[str, ...] = ()
 
     def texts(self) -> Iterator[str]:
         """Yield all strings of the row, before a chat template adds further text."""
@@ -191,10 +196,38 @@ def _row_of_column(raw: Mapping[object, object], key: str) -> Row:
     if not isinstance(value, Sequence):
         raise ValueError(f"{key} with {_json_kind(value)} instead of a string or a list")
     if (value or key == "input_ids") and all(type(item) is int for item in value):
-        return Row(ids=tuple(value))
+        return _row_of_tokens(raw, key, value)
     if key == "input_ids":
         raise ValueError("input_ids that are not a list of integers")
     return Row(conversation=_conversation(raw, list(_messages(value, key))))
+
+
+def _row_of_tokens(raw: Mapping[object, object], key: str, ids: Sequence[int]) -> Row:
+    """Read token ids without the tokens that the row's attention mask hides."""
+    mask = raw.get(MASK)
+    of_tokens = [
+        str(name)
+        for name, values in raw.items()
+        if name not in (key, MASK) and _is_list_of_numbers(values) and len(values) == len(ids)
+    ]
+    if mask is None or (key != "input_ids" and not _has_length(mask, len(ids))):
+        return Row(ids=tuple(ids), unused=tuple(of_tokens))
+    if not _is_list_of_numbers(mask):
+        raise ValueError(f"{MASK} that is not a list of numbers")
+    if len(mask) != len(ids):
+        raise ValueError(f"{MASK} with {len(mask):,} values for {len(ids):,} {key}")
+    visible = tuple(token for token, is_visible in zip(ids, mask, strict=True) if is_visible)
+    if ids and not visible:
+        raise ValueError(f"{MASK} that hides all tokens")
+    return Row(ids=visible, unused=tuple(of_tokens))
+
+
+def _is_list_of_numbers(value: object) -> TypeGuard[Sequence[float]]:
+    return isinstance(value, list | tuple) and all(isinstance(item, int | float) for item in value)
+
+
+def _has_length(value: object, length: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == length
 
 
 def _parsed_turns(value: object, key: str) -> object:

@@ -142,7 +142,7 @@ def _rows_of_json(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
         if is_first:
             _require_json_lines(path, line)
             is_first = False
-        yield RawRow(place=f"{path}:{number}", number=number, content=line)
+        yield RawRow(place=line_place(path, number), number=number, content=line)
 
 
 def _require_json_lines(path: Path, first: bytes) -> None:
@@ -202,6 +202,18 @@ def _require_text(path: Path, start: bytes) -> None:
         raise InputError(str(path), got=got, need=need, fix="name the file with the text")
 
 
+def line_place(path: Path, number: int) -> str:
+    """Return the place of a line for messages. Lines are counted from 1."""
+    return f"{path}: line {number}"
+
+
+def json_problem(error: ValueError | RecursionError) -> str:
+    """Describe JSON that cannot be parsed."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"invalid JSON, column {error.colno} ({error.msg})"
+    return "JSON nested too deeply" if isinstance(error, RecursionError) else first_line(error)
+
+
 def encoding_error(place: str, error: UnicodeDecodeError) -> InputError:
     """Return the error for a text that is not UTF-8. The error names the probable encoding."""
     byte = error.object[error.start]
@@ -234,7 +246,8 @@ def _lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
         number += 1
         if len(line) == LONGEST_LINE:
             need = f"rows of at most {LONGEST_LINE >> 20} MB"
-            raise InputError(f"{path}:{number}", got="a longer row", need=need, fix="split the row")
+            place = line_place(path, number)
+            raise InputError(place, got="a longer row", need=need, fix="split the row")
         yield number, line
 
 
@@ -249,8 +262,10 @@ def _rows_of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
         raise encoding_error(str(path), error) from None
     except (ValueError, RecursionError) as error:
         need = "a JSON list of objects, or JSON lines"
+        line = error.lineno if isinstance(error, json.JSONDecodeError) else None
+        place = str(path) if line is None else line_place(path, line)
         raise InputError(
-            str(path), got=first_line(error), need=need, fix="correct the file"
+            place, got=json_problem(error), need=need, fix="correct the file"
         ) from None
     for number, item in enumerate(items, start=1):
         yield RawRow(place=f"{path}: item {number}", number=number, content=item)
@@ -276,9 +291,9 @@ def _paragraph(path: Path, number: int, lines: list[bytes], *, first: bool) -> R
     try:
         text = b"".join(lines).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise encoding_error(f"{path}:{number}", error) from None
+        raise encoding_error(line_place(path, number), error) from None
     return RawRow(
-        place=f"{path}:{number}",
+        place=line_place(path, number),
         number=number,
         content={"text": text},
         continues_previous=not first,

@@ -180,14 +180,13 @@ def _note_missing_data(scenario: "Scenario") -> None:
     """
     from vexport.calibration.data import require_rows
 
-    texts: list[tuple[str, str | None]] = []
-    if scenario.calibration:
-        texts.append((scenario.calibration.data, scenario.calibration.column))
-    if scenario.evaluate and scenario.evaluate.text:
-        texts.append((scenario.evaluate.text, None))
-    for name, column in texts:
+    texts = [
+        scenario.calibration.source() if scenario.calibration else None,
+        scenario.evaluate.held_out() if scenario.evaluate else None,
+    ]
+    for text in filter(None, texts):
         try:
-            require_rows(name, column)
+            require_rows(text)
         except InputError as problem:
             note(f"{problem}; `vexport run` needs it")
 
@@ -214,15 +213,26 @@ def _plan_rules(
             on_progress=on_progress,
         )
         if text is not None:
-            require_rows(text.data, text.column)
+            require_rows(text.source())
             if calibration_need(plan) is not None:
                 _require_chat_template(source, text, on_progress, trusted=trust_remote_code)
     if text is not None and calibration_need(plan) is None:
         note("this plan does not need the text")
+    elif text is not None:
+        _note_little_text(plan, text)
     out = "-".join((Path(source).resolve().name, *(plan.schemes or ("KV",))))
     trust = ("--trust-remote-code",) if trust_remote_code else ()
     words = ("vexport", "quantize", source, out, *option_words("plan", "calibration"), *trust)
     _print(source, plan, shlex.join(words), output, gpu=gpu, text=text)
+
+
+def _note_little_text(plan: "Plan", text: "Calibration") -> None:
+    """Print a note if even the longest samples of the text are too short for some layers."""
+    from vexport.quantize.warnings import little_text_of_plan
+
+    line = little_text_of_plan(plan, text.samples * text.seq_len, at_most=True)
+    if line is not None:
+        note(line)
 
 
 def _require_chat_template(

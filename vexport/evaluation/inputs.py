@@ -62,12 +62,11 @@ def require_inputs(
     """
     checks = []
     if calibration is not None:
-        data = calibration.data
-        checks.append((data, partial(require_rows, data, calibration.column)))
+        checks.append((calibration.data, partial(require_rows, calibration.source())))
     if settings is not None:
         checks += [(task, partial(_require_file, task)) for task in settings.tasks]
-        if settings.text:
-            checks.append((settings.text, partial(require_rows, settings.text)))
+        if text := settings.held_out():
+            checks.append((text.name, partial(require_rows, text)))
         if settings.tokenizer:
             models = [*models, settings.tokenizer]
     checkpoints = [

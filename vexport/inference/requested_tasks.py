@@ -46,8 +46,8 @@ def require_tasks(settings: Evaluate, options: EngineOptions) -> tuple[TaskMetri
     Only lm-eval can look up a name. Raises InputError, for all tasks at once, if a task or the text
     cannot be used.
     """
-    if settings.text is not None:
-        require_rows(settings.text)
+    if text := settings.held_out():
+        require_rows(text)
     with _task_request(settings, options) as request:
         if settings.enable_thinking:
             require_generating(request.tasks)

@@ -2,14 +2,13 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from vexport.calibration.data import read_samples
-from vexport.checkpoint.source import parse_data
 from vexport.engine.messages import KL_TOKENS
 from vexport.inference.answers import Rows
 from vexport.inference.prompts import limited_length
-from vexport.records import CalibrationData
 from vexport.records.values import plural
 from vexport.scenario import Evaluate
 
@@ -32,20 +31,17 @@ def read_rows(
     incomplete row at the end is left out, unless all rows are incomplete. If `shows_notes`, notes
     about the text are logged.
     """
-    if settings.text is None:
+    text = settings.held_out()
+    if text is None:
         return ()
     needed = settings.text_tokens + 1  # vLLM generates a token after each row
     limit = longest or limited_length(tokenizer, needed)
     tokens = min(needed, limit) - 1
-    data = CalibrationData(
-        name=settings.text,
-        samples=settings.text_rows,
-        seq_len=tokens,
-        column=parse_data(settings.text).column,
-        pack=True,
-    )
     samples = read_samples(
-        data, tokenizer, vocab_size=vocabulary, trust_remote_code=trust_tokenizer
+        replace(text, seq_len=tokens),
+        tokenizer,
+        vocab_size=vocabulary,
+        trust_remote_code=trust_tokenizer,
     )
     whole = tuple(row for row in samples.token_ids if len(row) == tokens)
     rows = whole or tuple(row for row in samples.token_ids if len(row) > 1)

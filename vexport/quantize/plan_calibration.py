@@ -24,6 +24,7 @@ from vexport.plan.rules import (
 )
 from vexport.quantize.samples import calibration_samples, require_calibration
 from vexport.quantize.time_left import OverallProgress, Step
+from vexport.quantize.warnings import little_text_of_plan
 from vexport.records import CalibrationRecord, OnProgress, Smoothing
 from vexport.records.calibration import CALIBRATE, GRADIENTS, ROUND, RoundingReport
 from vexport.scenario import Calibration
@@ -73,8 +74,10 @@ class PlanCalibration:
         self.samples = calibration_samples(
             index, settings, settings.samples, trust_remote_code=trust_remote_code
         )
-        for note in self.samples.notes if rank_and_size()[0] == 0 else ():
-            LOG.warning("note: %s", note)
+        short = little_text_of_plan(plan, self.samples.tokens)
+        for note in (*self.samples.notes, short) if rank_and_size()[0] == 0 else ():
+            if note is not None:
+                LOG.warning("note: %s", note)
         if rounds_with_text(plan):
             require_memory(plan.groups, self.samples.tokens, len(self.samples.rows), self._device)
 

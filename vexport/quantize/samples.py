@@ -20,7 +20,7 @@ def require_calibration(plan: Plan, settings: Calibration | None) -> None:
     if need and settings is None:
         raise need.missing()
     if settings is not None:
-        require_rows(settings.data, settings.column)
+        require_rows(settings.source())
 
 
 def calibration_samples(

@@ -1,6 +1,6 @@
 """Warn about unquantized layers in a checkpoint, and about layers rounded with too little text."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from vexport.architectures import with_stars
 from vexport.formats.plan import Plan
@@ -78,16 +78,39 @@ def little_text_warnings(
     """Yield a warning that names all kinds of layers with too little calibration text."""
     if calibration is None or rounding is None:
         return
+    rounded = {
+        group.name: group.columns for group in rounding.groups if group.rounding != "nearest"
+    }
+    if line := _little_text_line(f"{calibration.tokens:,} tokens", calibration.tokens, rounded):
+        yield line
+
+
+def little_text_of_plan(plan: Plan, tokens: int, *, at_most: bool = False) -> str | None:
+    """Return the warning of `little_text_warnings` before the text is used, or None.
+
+    With `at_most`, `tokens` is an upper bound of the number of tokens.
+    """
+    rounded = {
+        group.name: group.members[0].in_features
+        for group in plan.groups
+        if group.rounding != "nearest"
+    }
+    amount = f"at most {tokens:,} tokens" if at_most else f"{tokens:,} tokens"
+    return _little_text_line(amount, tokens, rounded)
+
+
+def _little_text_line(amount: str, tokens: int, columns_of: Mapping[str, int]) -> str | None:
+    """Return a warning if tokens are too few for the columns of some layers."""
     columns_of_kind = {
-        with_stars(group.name): group.columns
-        for group in rounding.groups
-        if group.rounding != "nearest" and calibration.tokens < enough_tokens(group.columns)
+        with_stars(name): columns
+        for name, columns in columns_of.items()
+        if tokens < enough_tokens(columns)
     }
     if not columns_of_kind:
-        return
+        return None
     kinds = ", ".join(f"{kind} ({columns:,} columns)" for kind, columns in columns_of_kind.items())
     needed = enough_tokens(max(columns_of_kind.values()))
-    yield (
-        f"{calibration.tokens:,} tokens of calibration text are too few for {kinds}: "
+    return (
+        f"{amount} of calibration text are too few for {kinds}: "
         f"use at least {needed:,} tokens (--samples, --seq-len), or the rounding overfits the text"
     )

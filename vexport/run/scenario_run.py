@@ -88,7 +88,7 @@ def run_scenario(
 def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
     """Raise errors for unusable inputs now, which would otherwise stop the run hours later."""
     if scenario.calibration:
-        require_rows(scenario.calibration.data, scenario.calibration.column)
+        require_rows(scenario.calibration.source())
     require_vllm(options.vllm_python)
     for python in scenario.variants.vllm_python if scenario.variants else ():
         require_vllm(python)

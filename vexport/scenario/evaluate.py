@@ -16,8 +16,9 @@ from pydantic import (
     model_validator,
 )
 
+from vexport.checkpoint.source import parse_data
 from vexport.errors import nearest_hint
-from vexport.records import GENERATION_KEYS, BatchSize, Endpoint, GenKwargs
+from vexport.records import GENERATION_KEYS, BatchSize, CalibrationData, Endpoint, GenKwargs
 from vexport.records.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
 from vexport.records.chosen_metric import parse_chosen_metric
 from vexport.records.margins import DEFAULT_MARGIN, DEFAULT_RELATIVE_MARGIN, parse_margin
@@ -423,6 +424,18 @@ class Evaluate(ScenarioSection):
         if value is not None and (not 0 < value < 2**53 or value >= 1 and value != int(value)):
             raise ValueError("a whole number of documents, or a share between 0 and 1")
         return value if value is None or value < 1 else int(value)
+
+    def held_out(self) -> CalibrationData | None:
+        """Return the text as `CalibrationData`, or None if there is no text."""
+        if self.text is None:
+            return None
+        return CalibrationData(
+            name=self.text,
+            samples=self.text_rows,
+            seq_len=self.text_tokens,
+            column=parse_data(self.text).column,
+            pack=True,
+        )
 
     @field_validator("batch_size")
     @classmethod
