@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vexport.architectures import NUMBERED_LAYER, Architecture
+from vexport.architectures.config import KEYS as KEY_ROWS
 from vexport.architectures.config import head_width, known_size, text_config
-from vexport.architectures.fusion import moe_layer
+from vexport.architectures.fusion import FusedLayer, moe_layer
 from vexport.architectures.stored import Headers
 from vexport.records import (
     FLOATING,
@@ -47,6 +48,8 @@ KEYS = "k_proj"
 HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
 # Names of layers that store queries, keys and values in a single weight.
 FUSED = frozenset({"qkv_proj", "query_key_value", "Wqkv", "W_pack", "c_attn", "wqkv", "qkv"})
+# Names of linear layers that vLLM may merge into the input layer of attention with a KV cache.
+ATTENTION_PARTS = frozenset({"q_proj", KEYS, "v_proj", *FUSED})
 # vLLM makes no scales for multi-head latent attention, because
 # CompressedTensorsConfig.get_quant_method handles only the class Attention.
 LATENT = "kv_a_proj_with_mqa"
@@ -252,6 +255,18 @@ def is_key_projection(linear: str, names: Names) -> bool:
     """Return True if a linear layer of the decoder outputs the keys of an attention layer."""
     last_part = linear.rpartition(".")[2]
     return (last_part == KEYS or last_part in FUSED) and names.in_decoder(linear)
+
+
+def is_attention(layer: FusedLayer, architecture: Architecture) -> bool:
+    """Return True if the layer with a key projection belongs to attention with a KV cache.
+
+    vLLM merges the keys of linear attention with further projections, or into parts of other sizes
+    than the keys of its attention layers have.
+    """
+    parts = architecture.parts.get(layer.projection)
+    if parts is not None and len(layer.members) > 1:
+        return KEY_ROWS in parts
+    return {member.rpartition(".")[2] for member in layer.members} <= ATTENTION_PARTS
 
 
 def kv_heads(linear: str, out_features: int | None, text: Mapping[str, Json]) -> int:

@@ -61,7 +61,7 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
     """
     text = view.model.text
     method = view.quantization.method
-    needs_request = method and method.cache_scales
+    needs_request = method is not None and method.needs_cache_request
     if "kv_lora_rank" in text or needs_request or next(cache_scales(view), None) is None:
         return
     width = head_width(text)

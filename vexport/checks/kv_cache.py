@@ -1,11 +1,12 @@
 """Check that vLLM accepts the FP8 KV cache, and that every attention layer has its scales."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from vexport.architectures.linears import is_key_projection
+from vexport.architectures import NUMBERED_LAYER
+from vexport.architectures.linears import is_attention, is_key_projection
 from vexport.checks.numbers import PLACEHOLDER, is_zero, largest_output
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.view import CheckpointView
@@ -49,12 +50,10 @@ DECLARED_SCHEME: Mapping[str, Json] = {
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Yield findings on kv_cache_scheme and its scales."""
     scheme = cache_scheme(view)
-    if scheme is None:
-        yield from _undeclared_scheme(view) if view.quantization.method is None else ()
+    if scheme is None and view.quantization.method is None:
+        yield from _undeclared_scheme(view)
         return
-    if not isinstance(scheme, dict) or any(
-        scheme.get(key) not in right for key, right in ACCEPTED.items()
-    ):
+    if scheme is not None and not _is_accepted(scheme):
         where = f"{view.quantization.place}.kv_cache_scheme"
         expected = f"float, 8 bits, symmetric, strategy {' or '.join(STRATEGIES)}"
         fix = "quantize the KV cache again, or remove the key"
@@ -62,17 +61,94 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             NAME, where, claim="refused", expected=expected, got=json.dumps(scheme), fix=fix
         )
         return
-    for module, parameter, tensor in cache_scales(view):
+    scales = [*_read_scales(view)]
+    stored = [(module, name, tensor) for module, name, tensor in scales if tensor is not None]
+    if scheme is not None and scales and not stored:
+        yield _no_scales(view)
+    if stored:
+        yield from _missing_scales(view, scales)
+    for module, parameter, tensor in stored:
+        per_head = isinstance(scheme, dict) and scheme["strategy"] == "attn_head"
+        yield from _number_of_scales(view, tensor, per_head=per_head)
+        yield from _values(view, module, parameter, tensor)
+
+
+def _is_accepted(scheme: Json) -> bool:
+    return isinstance(scheme, dict) and all(
+        scheme.get(key) in accepted for key, accepted in ACCEPTED.items()
+    )
+
+
+def _read_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
+    """Yield the tuples of `cache_scales` if vLLM has a class that reads the scales.
+
+    vLLM reads stored scales of some methods although their configs do not enable an FP8 cache. It
+    uses them with `--kv-cache-dtype fp8`.
+    """
+    method = view.quantization.method
+    if method is None or method.kv_cache or method.pairs_cache_scales:
+        yield from _all_cache_scales(view)
+
+
+def _no_scales(view: CheckpointView) -> Finding:
+    """Return a warning that no layer has a scale, which may be on purpose."""
+    where = f"{view.quantization.place}: FP8 KV cache"
+    expected = "calibrated scales of keys and values"
+    got = "no scale in any layer: vLLM would use 1.0"
+    return warning(NAME, where, claim="values", expected=expected, got=got, fix=FIX)
+
+
+def _missing_scales(
+    view: CheckpointView, scales: Iterable[tuple[str, str, TensorInfo | None]]
+) -> Iterator[Finding]:
+    """Report layers without a scale of keys or values, although a layer has such a scale."""
+    missing: dict[str, list[str]] = {}
+    for module, parameter, tensor in scales:
         if tensor is None:
-            where, expected = f"{module}.{parameter}", "a scale of the FP8 KV cache"
-            got = "no such tensor: vLLM would use 1.0"
-            fix = "quantize the KV cache again, or remove kv_cache_scheme"
-            # Producers that use other methods may rely on vLLM's default scale on purpose.
-            finding = error if view.quantization.method is None else warning
-            yield finding(NAME, where, claim="values", expected=expected, got=got, fix=fix)
+            missing.setdefault(module, []).append(parameter)
+    for module, parameters in missing.items():
+        if len(parameters) == 1:
+            yield _half_pair(view, module, *parameters)
+        elif _reads_other_cache(view, module):
+            expected = "the scales of the layer that fills this cache"
+            got = "no scales: vLLM would read the shared KV cache with 1.0"
+            yield warning(NAME, module, claim="values", expected=expected, got=got, fix=FIX)
         else:
-            yield from _number_of_scales(view, tensor, per_head=scheme["strategy"] == "attn_head")
-            yield from _values(view, module, parameter, tensor)
+            expected = "scales of the FP8 KV cache, as in other layers"
+            got = "no k_scale and no v_scale: vLLM would use 1.0"
+            yield error(NAME, module, claim="values", expected=expected, got=got, fix=FIX)
+
+
+def _half_pair(view: CheckpointView, module: str, missing: str) -> Finding:
+    """Return the finding on a layer that has only one of both scales.
+
+    Sources: process_weights_after_loading of BaseKVCacheMethod (quantization/kv_cache.py) and
+    create_weights of CompressedTensorsKVCacheMethod.
+    """
+    where, expected = f"{module}.{missing}", "a scale of the FP8 KV cache"
+    method = view.quantization.method
+    if method is None or not method.pairs_cache_scales:
+        got = "no such tensor: vLLM would use 1.0"
+        return error(NAME, where, claim="values", expected=expected, got=got, fix=FIX)
+    if missing == "v_scale":
+        got = "no such tensor: vLLM uses k_scale for keys and values"
+        return warning(NAME, where, claim="values", expected=expected, got=got, fix=FIX)
+    when = " with --kv-cache-dtype fp8" if method.needs_cache_request else ""
+    got = f"no such tensor: vLLM asserts k_scale > 0{when}, because v_scale is stored"
+    # Not a claim of refusal: the assertion follows the load, so that a dry load cannot decide it.
+    return error(NAME, where, claim="values", expected=expected, got=got, fix=FIX)
+
+
+def _reads_other_cache(view: CheckpointView, module: str) -> bool:
+    """Return True if the last layers of the model share the KV cache of earlier layers.
+
+    Source: Gemma3nAttention in vllm/model_executor/models/gemma3n.py.
+    """
+    text, number = view.model.text, NUMBERED_LAYER.search(f"{module}.")
+    layers, shared = text.get("num_hidden_layers"), text.get("num_kv_shared_layers")
+    if number is None or not isinstance(layers, int) or not isinstance(shared, int):
+        return False
+    return int(number[1]) >= layers - shared
 
 
 def _undeclared_scheme(view: CheckpointView) -> Iterator[Finding]:
@@ -119,12 +195,13 @@ def cache_scheme(view: CheckpointView) -> Json:
 
 def _all_cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
     """Yield the tuples of `cache_scales` whether or not the config declares a KV cache scheme."""
-    names = view.model.names
-    attention = (
-        module.rpartition(".")[0]
-        for module in view.layers.by_name
-        if is_key_projection(module, names)
-    )
+    names, architecture = view.model.names, view.model.architecture
+    attention = [
+        member.rpartition(".")[0]
+        for fused in view.model.fused_layers
+        for member in fused.members
+        if is_key_projection(member, names) and is_attention(fused, architecture)
+    ]
     for module in attention:
         yield from (
             (module, parameter, _stored_scale(view, module, parameter)) for parameter in SCALES
@@ -139,14 +216,16 @@ def _stored_scale(view: CheckpointView, module: str, parameter: str) -> TensorIn
     tensors = view.index.tensors
     method = view.quantization.method
     own = method.cache_scales if method else {}
-    endings = (
+    endings = [
         own.get(parameter, parameter),
         parameter,
         f"attn.{parameter}",
         f"{parameter[0]}_proj.{parameter}",
         f"qkv_proj.{parameter}",
-        "kv_scale",
-    )
+    ]
+    # vLLM loads `kv_scale` as k_scale. Only BaseKVCacheMethod uses it for values, too.
+    if parameter == "k_scale" or method is not None:
+        endings.append("kv_scale")
     return next(
         (tensors[name] for ending in endings if (name := f"{module}.{ending}") in tensors), None
     )

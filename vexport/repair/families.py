@@ -14,14 +14,14 @@ from torch.nn import Linear
 
 from vexport.architectures.linears import attention_layers
 from vexport.checkpoint.index import QUANTIZATION_CONFIG
-from vexport.checks import kv_cache as kv_cache_check
 from vexport.checks.config import FORMAT_NAMES
+from vexport.checks.kv_cache import cache_scales
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer, fits
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import dequantized, read_parameters
 from vexport.fidelity.source import ComparedSource, SourceTensors
 from vexport.formats.arguments import Strategy, parse_args
-from vexport.formats.config import K_SCALE, KV_CACHES, V_SCALE, kv_layout
+from vexport.formats.config import K_SCALE, KV_CACHES, kv_layout
 from vexport.formats.dequantize import ct_scheme
 from vexport.numerics.metrics import quantization_error
 from vexport.records import Json, Repair, WeightChange
@@ -154,12 +154,7 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
         return Changes()
     per_head = scheme.strategy == KV_CACHES["fp8_per_head"].strategy
     layers = attention_layers(_rows(view), view.model.names, per_head=per_head)
-    missing = {finding.where for finding in kv_cache_check.run(view)} - view.index.tensors.keys()
-    if not all(
-        f"{layer.name}.{parameter}" in missing
-        for layer in layers
-        for parameter in (K_SCALE, V_SCALE)
-    ):
+    if any(tensor is not None for _, _, tensor in cache_scales(view)):
         return Changes()
     edits = []
     for layer in layers:

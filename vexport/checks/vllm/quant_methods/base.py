@@ -23,6 +23,8 @@ from vexport.version import Version
 # A layer's tensors in compressed-tensors: the same bytes renamed, or computed.
 Translation = Mapping[str, TensorInfo | Derived]
 EXPERTS = "experts"
+# Names of the scales of the KV cache in Quark and fp8 (get_cache_scale_mapper).
+CACHE_SCALES = {"k_scale": "k_proj.output_scale", "v_scale": "v_proj.output_scale"}
 
 
 def problem(
@@ -179,8 +181,12 @@ class QuantMethod:
     `group_of` takes vLLM's name of a layer and the name of a member. For routed experts, both are
     the name of the experts' module. It returns None if vLLM leaves the layer unquantized.
     `skip_key` is the config key that lists unquantized layers. `quantizes_head` is True if the
-    output head is quantized unless that list contains it. `source` is vLLM's file. `cache_scales`
-    maps the names of KV cache scales to the method's names.
+    output head is quantized unless that list contains it. `source` is vLLM's file.
+
+    `kv_cache` is True if the config sets an FP8 KV cache. `cache_scales` maps the names of its
+    scales to the method's names. `pairs_cache_scales` is True if vLLM reads the scales with
+    BaseKVCacheMethod, which uses k_scale for the values if v_scale is missing, and refuses v_scale
+    alone (quantization/kv_cache.py).
     """
 
     name: str
@@ -190,8 +196,18 @@ class QuantMethod:
     quantizes_head: bool = False
     kv_cache: bool = False
     cache_scales: Mapping[str, str] = field(default_factory=dict)
+    pairs_cache_scales: bool = False
     source: str = ""
     problems: Sequence[Finding] = ()
+
+    @property
+    def needs_cache_request(self) -> bool:
+        """True if vLLM uses an FP8 KV cache only with `--kv-cache-dtype fp8`.
+
+        vLLM reads the dtype from configs of ModelOpt (resolve_kv_cache_dtype_string), but not from
+        configs with names of their own for the scales.
+        """
+        return not self.kv_cache or bool(self.cache_scales)
 
 
 class MethodConfig:

@@ -8,6 +8,7 @@ from math import gcd
 
 from vexport.architectures.config import EXPERT_COUNTS, shown, text_config
 from vexport.checks.vllm.quant_methods.base import (
+    CACHE_SCALES,
     MethodConfig,
     MethodFp8,
     MethodGroup,
@@ -74,6 +75,8 @@ def read(config: MethodConfig) -> QuantMethod:
         if "modules_to_not_convert" in values
         else "ignored_layers",
         groups=(quantized,),
+        cache_scales=CACHE_SCALES,
+        pairs_cache_scales=True,
         group_of=lambda layer, name: None if layer in kept or is_listed(name, kept) else quantized,
     )
 

@@ -173,6 +173,7 @@ def read(config: MethodConfig) -> QuantMethod:
         group_of=group_of,
         quantizes_head=True,
         kv_cache=_has_fp8_cache(inner, older=bool(keys)),
+        pairs_cache_scales=True,
     )
 
 

@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 
 from vexport.architectures.config import shown
 from vexport.checks.vllm.quant_methods.base import (
+    CACHE_SCALES,
     MethodConfig,
     MethodFormat,
     MethodFp8,
@@ -31,8 +32,6 @@ from vexport.records.patterns import Patterns
 METHOD, SOURCE = "quark", "quark/quark.py"
 SUPPORTED = "settings of FP8, INT8, INT4 in groups, MXFP4 or NVFP4 that vLLM supports"
 PACK_METHODS = ("order", "reorder")
-# Names of the scales of the KV cache (get_cache_scale_mapper).
-CACHE_SCALES = {"k_scale": "k_proj.output_scale", "v_scale": "v_proj.output_scale"}
 # Settings of weights or inputs. vexport adds two keys: SECOND is True if the scales are quantized
 # too, with a second scale. EXPONENTS is True if the scales are exponents.
 Settings = Mapping[str, Json]
@@ -79,6 +78,7 @@ def read(config: MethodConfig) -> QuantMethod:
         group_of=group_of,
         kv_cache=bool(cached),
         cache_scales=CACHE_SCALES,
+        pairs_cache_scales=True,
     )
 
 
