@@ -21,7 +21,7 @@ TABLES = {
     "vllm.json": ("class", ("text_models", "left_out", "architectures")),
     "modules.json": ("class whose modules were built", ("classes",)),
     "layouts.json": ("class whose tensors are known", ("unknown", "classes")),
-    "transformers.json": ("model type of transformers", ("models",)),
+    "transformers.json": ("model type of transformers", ("accepted", "models")),
 }
 # The most names and values that are printed for a change. The files have all of them.
 MOST_NAMES, MOST_CHARACTERS = 12, 100

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from tests.models import save_llama
-from vexport.architectures import architecture_table, exclusion_reason
+from tests.models import errors, quantize, save_llama
+from vexport.architectures import architecture_table, exclusion_reason, transformers_table
 from vexport.architectures.rotary import table_bytes, wrong_numbers
 from vexport.checks import check_checkpoint
 from vexport.checks.shards import VALUES
@@ -42,8 +44,8 @@ def test_rotary_table_rows(rope: Json, rows: int) -> None:
 @pytest.mark.parametrize("key", ["rope_theta", "rope_local_base_freq"])
 def test_invalid_rotary_bases(key: str, value: Json) -> None:
     nested: Json = {"rope_parameters": {"full_attention": {key: value}}}
-    assert [each.key for each in wrong_numbers({key: value})] == [key]
-    assert [each.key for each in wrong_numbers({"a": nested})] == [
+    assert [each.key for each in wrong_numbers({key: value}, {})] == [key]
+    assert [each.key for each in wrong_numbers({"a": nested}, {})] == [
         f"a.rope_parameters.full_attention.{key}"
     ]
 
@@ -54,7 +56,58 @@ def test_sound_rotary_bases() -> None:
         "partial_rotary_factor": 0.25,
         "vision_config": {"rope_theta": None},
     }
-    assert not [*wrong_numbers({"text_config": sound})]
+    assert not [*wrong_numbers({"text_config": sound}, {})]
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "is_valid"),
+    [
+        ("muse_glimmer_text", "layer_rope_theta", [1e4, 0], True),
+        ("granitemoe_swa", "layer_rope_theta", [0.0, 1e4], True),
+        ("granitemoe_swa", "layer_rope_theta", [0, -1.0], False),
+        ("granitemoe_swa", "layer_rope_theta", [False, 1e4], False),
+        ("granitemoe_swa", "rope_theta", 0, False),
+        ("efficientloftr", "partial_rotary_factor", 4.0, True),
+        ("llama", "layer_rope_theta", [0, 1e4], False),
+        ("llama", "partial_rotary_factor", 4.0, False),
+    ],
+)
+def test_values_that_transformers_accepts(kind: str, key: str, value: Json, is_valid: bool) -> None:
+    """The values belong to a model type, wherever its config is."""
+    accepted = transformers_table().accepted
+    text: Json = {"model_type": kind, key: value}
+    assert is_valid is not any(wrong_numbers(text if isinstance(text, dict) else {}, accepted))
+    assert is_valid is not any(wrong_numbers({"model_type": "x", "text_config": text}, accepted))
+
+
+@pytest.mark.slow
+def test_default_configs_of_transformers_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rule about the values of a config refuses a default of any model type."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    accepted, wrong, tried = transformers_table().accepted, [], 0
+    for kind in CONFIG_MAPPING:
+        try:
+            config = CONFIG_MAPPING[kind]()
+        except Exception:  # a type without a default config, or one that needs another package
+            continue
+        tried += 1
+        values = json.loads(json.dumps(config.to_dict(), default=str))
+        wrong += [(kind, each.key) for each in wrong_numbers(values, accepted)]
+    assert tried > 600
+    assert wrong == []
+
+
+def test_layer_without_positions_is_quantized(tmp_path: Path) -> None:
+    """Quantize a mixture of experts with a base of 0 for its first layer."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 384}
+    config = AutoConfig.for_model(
+        "granitemoe_swa", **sizes, **heads, num_local_experts=4, layer_rope_theta=[0, 1e4]
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    out = quantize(tmp_path / "model", tmp_path / "out", "FP8_DYNAMIC")
+    assert [each for each in errors(out) if each.check == "model"] == []
 
 
 @pytest.mark.parametrize(("positions", "severities"), [(10_485_760, []), (10**9, ["warning"])])

@@ -467,9 +467,15 @@ def _note(severity: Severity, name: str, expected: str, got: str, fix: str) -> F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersTable:
-    """Model classes in a version of transformers, by the folder with their code (a model type)."""
+    """Facts about a version of transformers.
+
+    `accepted` maps model types to config keys, and these to values that the model type accepts
+    although other models cannot use them. `models` has the model classes of each folder with code
+    (a model type).
+    """
 
     transformers: str
+    accepted: Mapping[str, Mapping[str, tuple[float, ...]]]
     models: Mapping[str, tuple[str, ...]]
 
 
@@ -485,8 +491,8 @@ def transformers_models(kind: str, version: Version = PINNED) -> tuple[str, ...]
     The type of a text model in a multimodal model (`_text`) has no folder. In this case the classes
     of the multimodal type are returned.
     """
-    models = transformers_table(version).models
-    return models.get(kind, models.get(kind.removesuffix("_text")))
+    models, folder = transformers_table(version).models, kind.replace("-", "_")
+    return models.get(folder, models.get(folder.removesuffix("_text")))
 
 
 def _generated(table: type[T], file: str, version: Version) -> T:

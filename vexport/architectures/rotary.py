@@ -5,7 +5,7 @@ makes. A table has a row of `rotary_dim` values for each position.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from vexport.architectures.config import head_width, known_size
@@ -31,6 +31,10 @@ LARGEST = 1 << 62
 DEEPEST = 6
 
 
+# Values that a version of transformers accepts, by model type and key.
+AcceptedValues = Mapping[str, Mapping[str, Sequence[float]]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrongNumber:
     """Config key with a value that rotary embeddings cannot use, and the valid values."""
@@ -40,26 +44,52 @@ class WrongNumber:
     value: Json
 
 
-def wrong_numbers(
-    config: Mapping[str, Json], path: str = "", depth: int = 0
-) -> Iterator[WrongNumber]:
+def wrong_numbers(config: Mapping[str, Json], accepted: AcceptedValues) -> Iterator[WrongNumber]:
     """Yield invalid RoPE bases and invalid shares of a head that is rotated.
 
-    A base must be finite and above zero. A share must be above zero and at most 1.
+    A base must be finite and above zero. A share must be above zero and at most 1. A value that
+    transformers accepts for the model type is valid, for example 0 for a layer without positions.
     """
+    return _wrong_numbers(config, accepted, known={}, path="", depth=0)
+
+
+def _wrong_numbers(
+    config: Mapping[str, Json],
+    accepted: AcceptedValues,
+    *,
+    known: Mapping[str, Sequence[float]],
+    path: str,
+    depth: int,
+) -> Iterator[WrongNumber]:
+    """Yield the invalid values of a config inside another config.
+
+    `known` are the values that the outer config's model type accepts.
+    """
+    known = {**known, **accepted.get(str(config.get("model_type")), {})}
     for key, value in config.items():
         if isinstance(value, dict):
             if depth < DEEPEST:
-                yield from wrong_numbers(value, f"{path}{key}.", depth + 1)
+                yield from _wrong_numbers(
+                    value, accepted, known=known, path=f"{path}{key}.", depth=depth + 1
+                )
         elif key.endswith(BASES):
-            need, most = "a finite number above zero", math.inf
-            if not all(
-                _is_between(each, most) for each in (value if isinstance(value, list) else [value])
-            ):
+            if refused_values(key, value, known):
+                need = "a finite number above zero"
                 yield WrongNumber(key=f"{path}{key}", need=need, value=value)
-        elif key in PARTIAL and not _is_between(value, 1.0):
+        elif key in PARTIAL and refused_values(key, value, known):
             need = "a number above zero, at most 1"
             yield WrongNumber(key=f"{path}{key}", need=need, value=value)
+
+
+def refused_values(key: str, value: Json, known: Mapping[str, Sequence[float]]) -> list[Json]:
+    """Return the values of a RoPE key that are invalid, except `known` values of the key.
+
+    A base may be a list with a value for each layer.
+    """
+    most = 1.0 if key in PARTIAL else math.inf
+    values = value if isinstance(value, list) and key not in PARTIAL else [value]
+    refused = [each for each in values if not _is_between(each, most)]
+    return [each for each in refused if isinstance(each, bool) or each not in known.get(key, ())]
 
 
 def _is_between(value: Json, most: float) -> bool:

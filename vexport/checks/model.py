@@ -3,7 +3,13 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from vexport.architectures import REMOVED, architecture_table, exclusion_reason, transformers_models
+from vexport.architectures import (
+    REMOVED,
+    architecture_table,
+    exclusion_reason,
+    transformers_models,
+    transformers_table,
+)
 from vexport.architectures.config import shown, text_config
 from vexport.architectures.layout import impossible_size, layout_of, missing_sizes, oversized
 from vexport.architectures.layout_table import ClassLayout, get_layout
@@ -245,7 +251,8 @@ def _sizes(
 
 def _positions(view: CheckpointView) -> Iterator[Finding]:
     """Report invalid numbers in RoPE settings, and position tables that do not fit into memory."""
-    for wrong in wrong_numbers(view.index.config):
+    accepted = transformers_table(view.model.version).accepted
+    for wrong in wrong_numbers(view.index.config, accepted):
         yield _config_finding(view, wrong.key, wrong.need, shown(wrong.value), claim="values")
     num_bytes = table_bytes({"dtype": view.index.config.get("dtype"), **view.model.text})
     if num_bytes > MAX_TABLE_BYTES:
