@@ -96,6 +96,28 @@ def test_files_and_links_exist(path: Path) -> None:
             assert not anchor or anchor in anchors(PROSE[file.stem]), target
 
 
+@pytest.mark.parametrize("command", ["./scripts/demo", "./scripts/test"])
+def test_fresh_machine_needs_one_command(command: str) -> None:
+    """README and CONTRIBUTING show the same two commands. Each command sets everything up."""
+    script = (ROOT / command).read_text(encoding="utf-8").splitlines()
+    assert os.access(ROOT / command, os.X_OK)
+    assert script.index("scripts/setup") < next(
+        number for number, line in enumerate(script) if line.startswith("exec .venv/")
+    )
+    for page in ("README", "CONTRIBUTING"):
+        shown = re.findall(
+            rf"^    {re.escape(command)}(?: +--quick)? +#", PAGES[page], re.MULTILINE
+        )
+        assert shown, f"{page} does not show {command}"
+
+
+def test_ci_runs_the_test_command() -> None:
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert ci[-1].split()[0] == "./scripts/test"
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert [each["run"] for each in workflow["jobs"]["ci"]["steps"] if "run" in each] == [".ci/run"]
+
+
 def test_picture_shows_the_numbers_of_its_caption() -> None:
     """`scripts/report_picture.py` writes both from one run."""
     script = script_module("report_picture")
