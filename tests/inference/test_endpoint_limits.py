@@ -2,13 +2,16 @@
 
 import copy
 import gzip
+import html
 import itertools
 import json
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from urllib.parse import quote
 
 import pytest
 
@@ -359,6 +362,53 @@ def test_echoed_key_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
         server = connect(url)
         assert server.model.name == "sk-of-nobody-else"
         assert server.mask_key(server.model.name) == "***"
+
+
+ODD_KEY = 'sk-ab/cD+12=="x\\y&z'
+SPELLINGS = {
+    "plain": ODD_KEY,
+    "JSON": json.dumps(ODD_KEY),
+    "JSON in JSON": json.dumps(json.dumps(ODD_KEY)),
+    "slashes of PHP": json.dumps(ODD_KEY).replace("/", "\\/"),
+    "code points": "".join(f"\\u{ord(each):04X}" for each in ODD_KEY),
+    "some code points": ODD_KEY.replace("\\", "\\\\").replace("=", "\\u003d").replace("s", "\\x73"),
+    "address": quote(ODD_KEY, safe=""),
+    "JSON in an address": quote(json.dumps(ODD_KEY), safe=""),
+    "address in an address": quote(quote(ODD_KEY, safe="")),
+    "HTML": html.escape(ODD_KEY),
+    "numbers in HTML": "".join(f"&#{ord(each)};" for each in ODD_KEY),
+}
+
+
+# Parts of the key, in the spellings of its letters and digits.
+PARTS = re.compile(r"sk.?.?ab|cD|12|%73|u0073|x73|&#115")
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_spelled_key_is_masked_before_cut(spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No part of the key remains, wherever a message or a response is cut."""
+    monkeypatch.setenv(API_KEY, ODD_KEY)
+    key = SPELLINGS[spelling]
+    sent = Sent(content="")
+    with replying(lambda path, body: sent if "completions" in path else sound(path, body)) as url:
+        server = connect(url)
+        for shift in range(0, 24, 4):
+            answer = choice({"prompt": [3]}) | {"text": f"a {key} b"}
+            answer["finish_reason"] = "y" * (76 + shift) + key
+            sent = Sent(content={"choices": [answer]})
+            generated = server.generate([3], PARAMETERS)
+            assert "***" in generated.text
+            assert not PARTS.search(generated.text + generated.finish_reason)
+            for body in ("y" * (380 + shift) + key, json.dumps({"error": "y" * shift + key})):
+                sent = Sent(content=body.encode(), status=400)
+                with pytest.raises(InputError) as caught:
+                    server.generate([3], PARAMETERS)
+                assert not PARTS.search(str(caught.value).replace(url, ""))
+        scores = {"token_logprobs": [None, -1.0], "top_logprobs": [None, {f"token_id:{key}": -1.0}]}
+        sent = Sent(content={"choices": [choice({"prompt": [3]}) | {"logprobs": scores}]})
+        with pytest.raises(EnvironmentFault) as fault:
+            server.score([3, 5], 1)
+        assert not PARTS.search(str(fault.value).replace(url, ""))
 
 
 VALUES: list[object] = [

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 from vexport.inference.endpoint.client import Reply
+from vexport.inference.endpoint.key_mask import KeyMask
 from vexport.inference.row_scores import TokenLogprobs
 from vexport.records import Json
 from vexport.records.values import json_type
@@ -121,34 +122,44 @@ class Continuation:
     finish_reason: str
 
 
-def read_json(reply: Reply) -> Json:
-    """Parse a reply. Raise an error if the reply has an error status or an error object."""
-    content = _parsed(reply.content)
+def read_json(reply: Reply, mask: KeyMask, *, has_names: bool = False) -> Json:
+    """Parse a reply, and mask the API key in its texts.
+
+    With `has_names`, the texts are not masked, because later requests contain the names.
+
+    Raises an error if the reply has an error status or an error object.
+    """
+    content = _parsed(reply.content, None if has_names else mask)
     is_error = isinstance(content, dict) and _is_error(content)
     if reply.status >= 300 or is_error:
-        raise _error(reply, content)
+        raise _error(reply, content, mask)
     if content is None:
-        raise TemporaryError(f"a response that is not complete JSON: {_beginning(reply)}")
+        raise TemporaryError(f"a response that is not complete JSON: {_beginning(reply, mask)}")
     return content
 
 
-def read_text(reply: Reply) -> str:
-    """Decode a reply that is plain text. Raise an error if the reply has an error status."""
+def read_text(reply: Reply, mask: KeyMask) -> str:
+    """Decode a reply that is plain text, and mask the API key.
+
+    Raises an error if the reply has an error status.
+    """
     if reply.status >= 300:
-        raise _error(reply, _parsed(reply.content))
-    return reply.content.decode(errors="replace")
+        raise _error(reply, _parsed(reply.content, mask), mask)
+    return mask.text(reply.content.decode(errors="replace"))
 
 
-def _parsed(content: bytes) -> Json:
+def _parsed(content: bytes, mask: KeyMask | None) -> Json:
     try:
         parsed: Json = json.loads(content)
+        if mask is not None:
+            parsed = mask.content(parsed)
     except (ValueError, RecursionError):
         return None
     return parsed
 
 
-def _beginning(reply: Reply) -> str:
-    text = reply.content[:400].decode(errors="replace")
+def _beginning(reply: Reply, mask: KeyMask) -> str:
+    text = mask.message(reply.content.decode(errors="replace"))[:400]
     return " ".join(text.split())[:100] or "nothing"
 
 
@@ -158,7 +169,7 @@ def _is_error(content: Mapping[str, Json]) -> bool:
     return not has_answer and (bool(content.get("error")) or content.get("object") == "error")
 
 
-def _error(reply: Reply, content: Json) -> TemporaryError | RefusedError:
+def _error(reply: Reply, content: Json, mask: KeyMask) -> TemporaryError | RefusedError:
     """Turn a reply that reports an error into an exception."""
     status = reply.status
     stated = _stated_status(content, reads_words=not 300 <= status < 500)
@@ -167,10 +178,11 @@ def _error(reply: Reply, content: Json) -> TemporaryError | RefusedError:
     elif stated in _BUSY:
         status = stated
     words = f"HTTP {reply.status}"
+    shown = mask.message(reply.content.decode(errors="replace"))
     if 300 <= reply.status < 400 and reply.location:
-        words += f", a redirect to {reply.location}"
-    elif reply.content.strip():
-        words += f": {reply.content.decode(errors='replace')}"
+        words += f", a redirect to {mask.message(reply.location)}"
+    elif shown.strip():
+        words += f": {shown}"
     if status in _TEMPORARY_STATUSES or (status >= 500 and status not in NO_SUCH_PATH):
         passing = TemporaryError(words)
         passing.wait, passing.is_busy = _seconds(reply.retry_after), status in _BUSY

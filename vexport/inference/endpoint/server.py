@@ -27,6 +27,7 @@ from vexport.inference.endpoint.client import (
     NoReplyError,
     Reply,
 )
+from vexport.inference.endpoint.key_mask import KeyMask
 from vexport.inference.endpoint.replies import (
     NO_KEY,
     NO_SUCH_PATH,
@@ -78,8 +79,6 @@ _ANSWER_BYTES = 4 * MEBIBYTE
 _TEXT_TOKEN_BYTES = 256
 _SCORED_TOKEN_BYTES = 4096
 _MAX_ANSWER_BYTES = 1024 * MEBIBYTE
-# Minimum length of a key that is masked in generated text. Shorter keys would mask ordinary words.
-_SHORTEST_MASKED_KEY = 8
 
 _NEUTRAL_SAMPLING: Mapping[str, Json] = {
     "top_p": 1.0,
@@ -170,11 +169,12 @@ class Server:
         require_address(endpoint.url)
         self.endpoint = endpoint
         self._stopped = threading.Event()
-        self._key = os.environ.get(API_KEY, "").strip()
-        if not (self._key.isascii() and self._key.isprintable()):
+        key = os.environ.get(API_KEY, "").strip()
+        if not (key.isascii() and key.isprintable()):
             got = "characters that an HTTP header cannot contain"
             fix = "set the variable to the key only"
             raise InputError(API_KEY, got=got, need="a key", fix=fix)
+        self._mask = KeyMask(key)
         self._url = endpoint.url.rstrip("/")
         if not urlsplit(self._url).path:
             self._url += "/v1"
@@ -184,8 +184,8 @@ class Server:
             "User-Agent": f"vexport/{__version__}",
             "Accept-Encoding": "identity",
         }
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
         self._client = Client(self._url, headers)
         self._on_retry = on_retry
         self._last_report = -_RETRY_LINE_SECONDS
@@ -230,12 +230,7 @@ class Server:
             return answer_of(choice_of(content), wanted)
 
         most_bytes = _ANSWER_BYTES + _TEXT_TOKEN_BYTES * tokens
-        answer = self._complete(GENERATE, {"prompt": list(prompt), **wanted}, read, most_bytes)
-        if len(self._key) < _SHORTEST_MASKED_KEY:
-            return answer
-        return Continuation(
-            text=self.mask_key(answer.text), finish_reason=self.mask_key(answer.finish_reason)
-        )
+        return self._complete(GENERATE, {"prompt": list(prompt), **wanted}, read, most_bytes)
 
     def score(
         self, prompt: Sequence[int], top: int, vocabulary: int = MOST_COUNT
@@ -281,7 +276,8 @@ class Server:
         url = f"{self._root}/metrics"
 
         def attempt(seconds: float) -> dict[str, float]:
-            return counters_of(read_text(self._send(url, None, seconds, _ANSWER_BYTES)), names)
+            reply = self._send(url, None, seconds, _ANSWER_BYTES)
+            return counters_of(read_text(reply, self._mask), names)
 
         try:
             return self._retry(METRICS, attempt, self.endpoint.retry_seconds, None)
@@ -290,7 +286,7 @@ class Server:
 
     def mask_key(self, words: str) -> str:
         """Replace the API key in a server's text by `***`."""
-        return words.replace(self._key, "***") if self._key else words
+        return self._mask.message(words)
 
     def _printable(self, words: str) -> str:
         """Return a server's message on one line, without the API key."""
@@ -310,7 +306,7 @@ class Server:
         most_bytes = min(most_bytes, _MAX_ANSWER_BYTES)
 
         def attempt(seconds: float) -> T:
-            return read(read_json(self._send(url, content, seconds, most_bytes)))
+            return read(read_json(self._send(url, content, seconds, most_bytes), self._mask))
 
         try:
             return self._retry(purpose, attempt, self.endpoint.retry_seconds, None)
@@ -406,9 +402,8 @@ class Server:
         """Return the server's list of models, or the model of --model if there is no list."""
 
         def attempt(limit: float) -> dict[str, ModelCard]:
-            return model_cards(
-                read_json(self._send(f"{self._url}/models", None, limit, _ANSWER_BYTES))
-            )
+            reply = self._send(f"{self._url}/models", None, limit, _ANSWER_BYTES)
+            return model_cards(read_json(reply, self._mask, has_names=True))
 
         try:
             return self._retry(MODELS, attempt, seconds, ends)
@@ -435,7 +430,7 @@ class Server:
         def attempt(limit: float) -> str:
             reply = self._send(f"{self._root}/version", None, limit, _ANSWER_BYTES)
             try:
-                return version_of(read_json(reply))
+                return version_of(read_json(reply, self._mask))
             except TemporaryError:
                 if reply.status < 300:
                     return ""
