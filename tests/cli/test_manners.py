@@ -345,3 +345,26 @@ def test_failed_report_proposes_calibration_first(
     assert_contains(ran.errors[0], has, "vexport explain sensitivity")
     assert lacks not in ran.errors[0]
     assert vexport("explain", "sensitivity").code == 0
+
+
+# Commands that GitHub, Azure Pipelines and TeamCity find in a log.
+COMMANDS_OF_CI = re.compile(r"^\s*::|##\w*\[", re.MULTILINE)
+
+
+@pytest.mark.parametrize("format_", ["text", "markdown", "html", "json", "junit"])
+def test_reports_contain_no_commands_for_ci(format_: str, tmp_path: Path) -> None:
+    """Names of tasks, prompts and responses come from other people."""
+    names = ("::warning file=x::a", "b\n  ::error::c", "\t::stop-commands::d", "##vso[x]", "e:\n:f")
+    rows = [
+        {"task": name, "id": number, "score": number % 2, "answer": f"{name}\n{name}"}
+        for name in names
+        for number in range(60)
+    ]
+    worse = [row | {"score": 0, "answer": f"\n{row['task']}\n::g"} for row in rows]
+    for side, content in (("base", rows), ("new", worse)):
+        (tmp_path / f"{side}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in content))
+    ran = vexport("verdict", tmp_path / "base.jsonl", tmp_path / "new.jsonl", "--format", format_)
+    assert ran.code == 1, ran.stderr
+    assert not COMMANDS_OF_CI.search(ran.stdout)
+    assert not COMMANDS_OF_CI.search(ran.stderr)
+    assert "warning file=x" in ran.stdout

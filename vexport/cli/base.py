@@ -75,6 +75,14 @@ def coloured(text: str) -> str:
 
 EXIT_CODES = "Exit codes: see `vexport --help`."
 # Formats that people read. If the output on stdout has such a format, errors do not repeat it.
+# `::error::` at the beginning of a line (GitHub ignores spaces), and `##[error]` anywhere.
+_CI_COMMAND = re.compile(r"(^[^\S\n]*):(?=:)|#(?=#\w*\[)", re.MULTILINE)
+# How each format writes out a character.
+_SPELLINGS = {
+    **dict.fromkeys(("html", "markdown", "junit"), "&#{};"),
+    "json": "\\u{:04x}",
+    "text": "\\x{:02x}",
+}
 _READABLE_FORMATS = ("text", "github", "markdown")
 
 
@@ -131,9 +139,10 @@ def print_text(text: str) -> None:
     from vexport.files import errors_at, write_text
 
     context = click.get_current_context()
-    file = output_file(context)
+    file, format_ = output_file(context), context.params.get("format_")
+    text = _without_ci_commands(text, format_)
     if file is None:
-        colour = context.params.get("format_") == "text" and wants_colour(sys.stdout)
+        colour = format_ == "text" and wants_colour(sys.stdout)
         with errors_at("standard output"):
             click.echo(coloured(text) if colour else text, nl=not text.endswith("\n"), color=colour)
         return
@@ -147,6 +156,20 @@ def print_text(text: str) -> None:
     write_text(file, whole)
     if not context.params.get("quiet"):
         click.echo(f"written: {file}", err=True)
+
+
+def _without_ci_commands(text: str, format_: str | None) -> str:
+    """Return the text with the first character of each command for a CI system written out.
+
+    Names of tasks and prompts come from other people. Only the annotations of `--format github` are
+    commands, and they escape these texts.
+    """
+    spelling = _SPELLINGS.get(format_ or "")
+    if spelling is None:
+        return text
+    return _CI_COMMAND.sub(
+        lambda found: f"{found[1] or ''}{spelling.format(ord(found[0][-1]))}", text
+    )
 
 
 def text_width(default: int | None = None) -> int:
