@@ -39,11 +39,14 @@ def with_control(
 
     The control has the same result, except for `changes`.
     """
-    control = Control(
-        kind=kind,
-        outcome=result.outcome,
+    other = replace(
+        result,
         reason=str(changes.get("reason", result.reason)),
         where=str(changes.get("where", result.where)),
+    )
+    control = Control(
+        kind=kind,
+        is_same=same_refusal(result, other),
         faults=result.faults,
         loads_elsewhere=loads_elsewhere,
     )
@@ -91,9 +94,9 @@ def test_requested_cell_is_refused(requested: bool, is_error: bool) -> None:
     ],
 )
 def test_same_refusal(ours: str, theirs: str, same: bool) -> None:
-    refusals = [replace(REFUSED, reason=text, where="") for text in (ours, theirs)]
-    assert same_refusal(*refusals) is same
-    assert not same_refusal(refusals[0], replace(refusals[1], outcome="loaded"))
+    first, second = (replace(REFUSED, reason=text, where="") for text in (ours, theirs))
+    assert same_refusal(first, second) is same
+    assert not same_refusal(first, replace(second, outcome="loaded"))
 
 
 def test_shared_fault_is_not_judged() -> None:

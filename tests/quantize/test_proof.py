@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.command import vexport
 from tests.models import quantize, save_llama
-from tests.mutations.edits import drop, put, spoiled
+from tests.mutations.edits import drop, put, spoiled, tensors
 from tests.texts import assert_contains
 from vexport.checkpoint.index import read_index
 from vexport.engine.loader_check import LoadVerifier
@@ -20,6 +21,7 @@ from vexport.quantize.job import QuantizeJob
 from vexport.scenario import Planning
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+EXTRA = "model.layers.0.adapter"
 QKV = [Q.replace("q_proj", f"{part}_proj") for part in "qkv"]
 
 
@@ -112,3 +114,48 @@ def test_output_is_loaded_dry(
     failure = failure_of(source, spoiled(tmp_path / "out", tmp_path / "cut", cut))
     assert failure
     assert DOWN in failure.where
+
+
+def with_extra_layer(source: Path, folder: Path) -> Path:
+    """Save a source with a layer that vLLM's class does not have."""
+    layer = {f"{EXTRA}.weight": torch.randn(64, 256, dtype=torch.bfloat16)}
+    return spoiled(source, folder, tensors(lambda values: values.update(layer)))
+
+
+def checked(*arguments: str | Path) -> list[dict[str, object]]:
+    reports: list[dict[str, object]] = json.loads(
+        vexport("check", *arguments, "--format", "json").stdout
+    )
+    return reports
+
+
+def test_fault_of_source_is_warning(llama: Path, tmp_path: Path) -> None:
+    """The static rules find the layer in the source as well."""
+    source = with_extra_layer(llama, tmp_path / "source")
+    out = tmp_path / "out"
+    ran = vexport("quantize", source, out, "--scheme", "W8A16", "--rounding", "nearest")
+    assert ran.code == 0
+    assert_contains(ran.stderr, "the unquantized source has the same problem", EXTRA)
+    (with_source,) = checked(out, "--source", source)
+    assert with_source["ok"]
+    (alone,) = checked(out)
+    assert not alone["ok"]
+
+
+@pytest.mark.vllm
+def test_loaders_refuse_the_source(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM refuses the source. Its message lists the parameters of the model in any order."""
+    monkeypatch.delenv("VEXPORT_NO_VERIFY")
+    source = with_extra_layer(llama, tmp_path / "source")
+    out = tmp_path / "out"
+    ran = vexport("quantize", source, out, "--scheme", "W8A16", "--rounding", "nearest")
+    assert ran.code == 0
+    assert_contains(ran.stderr, "vLLM also refuses the unquantized source", "layers.0.adapter")
+    ran = vexport("check", out, "--source", source)
+    assert ran.code == 0
+    assert_contains("\n".join(ran.stdout.splitlines()[:3]), "PASS of the static rules", "refuses")
+    # A fault of the quantization remains an error.
+    broken = spoiled(out, tmp_path / "broken", drop(f"{DOWN}.weight_scale"))
+    assert vexport("check", broken, "--source", source).code == 1

@@ -1,5 +1,7 @@
 """Read the contents of a checkpoint from its headers: tensors, config, quantization, side files."""
 
+import fnmatch
+import glob
 import json
 import math
 import posixpath
@@ -56,6 +58,9 @@ LOADED_FILES = re.compile(
 FOREIGN_WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$"
 )
+PATTERN_PATH = "a path that vLLM reads as a pattern, and that does not match these weights"
+PLAIN_PATH = "a path without [, ], * and ?"
+FIX_PATH = "rename the folder, or give vLLM a link to it (ln -s)"
 FIX_GGUF = "use the model that it was converted from, because GGUF weights are already quantized"
 FIX_PICKLE = (
     'if you trust the files, convert them: python -c "from transformers import '
@@ -384,6 +389,29 @@ def require_checkpoint(root: Path) -> None:
     require_fetched(
         sorted(file for file in root.iterdir() if file.suffix.lower() in CONTENT_SUFFIXES)
     )
+
+
+def vllm_finds_weights(folder: Path) -> bool:
+    """Return False if vLLM would not find exactly the weights in `folder`.
+
+    vLLM reads the path as a pattern of glob (`_prepare_weights` in model_loader/default_loader.py).
+    A folder `a[1]` does not match its own name, and `a*` also matches a folder `ab`. The folder
+    need not exist yet.
+    """
+    path = folder.absolute()
+    if not glob.has_magic(str(path)):
+        return True
+    if not all(fnmatch.fnmatchcase(part, part) for part in path.parts):
+        return False
+    found = glob.glob(str(path / f"*{WEIGHTS_SUFFIX}"))  # noqa: PTH207 (vLLM's own call)
+    return all(Path(file).parent == path for file in found)
+
+
+def require_weights_found(folder: Path) -> None:
+    """Raise InputError if vLLM would not find exactly the weights in `folder`, by its path."""
+    if not vllm_finds_weights(folder):
+        path = folder.absolute()
+        raise InputError(str(path), got=PATTERN_PATH, need=PLAIN_PATH, fix=FIX_PATH)
 
 
 def _require_files(root: Path) -> None:

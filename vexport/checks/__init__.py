@@ -31,6 +31,7 @@ from vexport.checks import (
 from vexport.checks.completeness import tensors_not_judged
 from vexport.checks.config import has_quantized_outputs, unsupported_method
 from vexport.checks.model import class_not_judged
+from vexport.checks.shared import shared_as_warnings
 from vexport.checks.vllm.view import ANY, CheckFunction, CheckpointView, Target
 from vexport.errors import InputError, InputErrors, VexportError, convert_os_error
 from vexport.errors.extras import unexpected_error
@@ -68,6 +69,9 @@ HEADER_FAMILIES = (
     "kv_cache",
     "transforms",
 )
+# Families that are compared with the same families of the source. A fault of the source is not a
+# fault of the quantization.
+SOURCE_FAMILIES = (*HEADER_FAMILIES, "tokenizer")
 # Parts of a checkpoint that the static checks may leave unchecked, as named in reports.
 NAMES = "names and shapes of tensors"
 NUMBERS = "quantized weights and their scales"
@@ -138,14 +142,16 @@ def check_checkpoint(
             # Several families may report the same unreadable file.
             findings = tuple(dict.fromkeys(all_findings(view, against)))
             not_judged = (*parts_not_judged(view), *_values_not_judged(view, against, findings))
+            if against is not None:
+                of_source = header_findings(against.root, target, SOURCE_FAMILIES)
+                findings = tuple(shared_as_warnings(findings, root, of_source, against.root))
     except InputError as problem:
         findings = error_findings(problem)
     except OSError as error:
         findings = error_findings(convert_os_error(error))
-    ok = not any(finding.severity == "error" for finding in findings)
     return CheckReport(
         checkpoint=name,
-        ok=ok,
+        ok=is_ok(findings),
         findings=findings,
         not_judged=not_judged,
         vllm=short_version(vllm),
@@ -154,15 +160,20 @@ def check_checkpoint(
     )
 
 
-def header_findings(root: Path) -> tuple[Finding, ...]:
+def is_ok(findings: Iterable[Finding]) -> bool:
+    """Return True if no finding is an error."""
+    return not any(finding.severity == "error" for finding in findings)
+
+
+def header_findings(
+    root: Path, target: Target = ANY, families: Sequence[str] = HEADER_FAMILIES
+) -> tuple[Finding, ...]:
     """Return the findings that do not need the weights. This takes less than a second."""
     try:
         with Reader() as reader:
-            view = CheckpointView(read_index(root), reader)
+            view = CheckpointView(read_index(root), reader, target)
             findings = [
-                each
-                for name in HEADER_FAMILIES
-                for each in _run_family(name, CHECKS[name].run, view)
+                each for name in families for each in _run_family(name, CHECKS[name].run, view)
             ]
     except InputError as problem:
         return error_findings(problem)

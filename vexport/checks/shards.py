@@ -6,7 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from vexport.checkpoint.index import INDEX_NAME, read_header
+from vexport.checkpoint.index import (
+    FIX_PATH,
+    INDEX_NAME,
+    PATTERN_PATH,
+    PLAIN_PATH,
+    read_header,
+    vllm_finds_weights,
+)
 from vexport.checkpoint.reader import same_bytes
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.view import CheckpointView
@@ -38,6 +45,15 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     contain a tensor of the same name, vLLM keeps the tensor that it reads last.
     """
     root = view.index.root
+    if not vllm_finds_weights(root):
+        yield warning(
+            NAME,
+            str(root),
+            claim="refused",
+            expected=PLAIN_PATH,
+            got=PATTERN_PATH,
+            fix=FIX_PATH,
+        )
     if (root / INDEX_NAME).is_file():
         for tensor in view.index.repeated:
             yield _duplicate_finding(view, tensor, view.index.tensors[tensor.name])

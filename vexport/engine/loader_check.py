@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import moe_layer
-from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.index import (
+    FIX_PATH,
+    PATTERN_PATH,
+    require_checkpoint,
+    require_weights_found,
+    vllm_finds_weights,
+)
 from vexport.checkpoint.source import resolve_source
-from vexport.checks import INTERNAL, NAMES, completeness, header_findings, shapes, targets
+from vexport.checks import INTERNAL, NAMES, completeness, header_findings, is_ok, shapes, targets
+from vexport.checks.shared import shared_as_warnings, shared_errors
 from vexport.checks.vllm.view import Target
 from vexport.engine.arguments import require_layers
 from vexport.engine.dry.controls import is_shared_refusal
@@ -27,10 +34,11 @@ from vexport.engine.dry.load import (
     unused,
 )
 from vexport.engine.session import EngineFault
-from vexport.errors import CheckpointFailed, VexportError
+from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.errors.extras import attempt, is_installed
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.records import (
+    LOADERS,
     CheckReport,
     DryLoadReport,
     Finding,
@@ -38,11 +46,11 @@ from vexport.records import (
     OnProgress,
     without_details,
 )
+from vexport.records.values import plural
 
 if TYPE_CHECKING:
     from vexport.quantize.job import QuantizeJob
 
-DRY_LOAD = "vLLM's loaders"
 NO_VLLM = (
     "vLLM is not installed: install it, give its interpreter (--vllm-python), or check with "
     "--static"
@@ -69,6 +77,7 @@ def check_with_dry_load(
     vllm_python: Path | None,
     trust_remote_code: bool,
     on_progress: OnProgress,
+    on_fault: Callable[[EngineFault], None],
     source: Path | None = None,
 ) -> list[CheckReport]:
     """Run the static checks and a dry load at the same time, and return the joined reports.
@@ -76,14 +85,18 @@ def check_with_dry_load(
     `read` runs the static checks and returns a report for each checkpoint. `roots` maps the name
     of each checkpoint to its folder. The dry load starts before `read` is called, in a separate
     process. The process has ended when this function returns or raises. If the dry load cannot
-    run, `not_judged` in the reports has the reason. `vllm_python` is the interpreter, or None for
-    the running interpreter.
+    run, `not_judged` in the reports has the reason. `on_fault` receives the error if vLLM crashed
+    or took too long. `vllm_python` is the interpreter, or None for the running interpreter.
 
     A fault is not judged if vLLM has the same fault with the unquantized model. This is the model
     in the folder `source`. Without `source`, transformers builds a model of the checkpoint's class
     (see `dry/controls.py`).
     """
-    loadable = {name: root for name, root in roots.items() if _is_loadable(root)}
+    loadable = {
+        name: root
+        for name, root in roots.items()
+        if _is_loadable(root) and vllm_finds_weights(root)
+    }
     require: Require = "all" if target.sm else "any"
     dry_load = DryLoad(
         checkpoints=[*loadable.values()],
@@ -94,17 +107,15 @@ def check_with_dry_load(
         trust_remote_code=trust_remote_code,
         speculative=target.speculative,
         controlled=True,
-        source=source if source is not None and _is_loadable(source) else None,
+        source=_unquantized_model(source),
         requested=bool(target.tp or target.sm),
     )
     with ExitStack() as stack:
         running = (
-            attempt(partial(stack.enter_context, dry_load.started()), DRY_LOAD)
-            if loadable
-            else None
+            attempt(partial(stack.enter_context, dry_load.started()), LOADERS) if loadable else None
         )
         reports = read()
-        loads = attempt(partial(running, on_progress), DRY_LOAD) if callable(running) else running
+        loads = attempt(partial(running, on_progress), LOADERS) if callable(running) else running
     outcomes: dict[str, DryLoadReport | VexportError]
     if isinstance(loads, EngineFault):
         outcomes = dict(zip(loadable, dry_load.outcomes(loads, on_progress), strict=True))
@@ -112,6 +123,13 @@ def check_with_dry_load(
         outcomes = dict.fromkeys(loadable, loads)
     else:
         outcomes = dict(zip(loadable, loads or (), strict=True))
+    for name in roots.keys() - loadable.keys():
+        error = attempt(partial(require_weights_found, roots[name]), "")
+        if error is not None:
+            outcomes[name] = error
+    for each in outcomes.values():
+        if isinstance(each, EngineFault) and each.failure.kind != "missing":
+            on_fault(each)
     vllm_is_there = vllm_python is not None or is_installed("vllm")
     return [
         _joined(each, outcome, require, vllm_is_there)
@@ -128,6 +146,8 @@ def _joined(
     vllm_is_there: bool,
 ) -> CheckReport:
     """Add a checkpoint's dry load, or the reason why there is none, to its check report."""
+    if isinstance(outcome, InputError):
+        return _not_loaded(report, outcome.got)
     if isinstance(outcome, VexportError):
         return _not_loaded(report, outcome.got if vllm_is_there else NO_VLLM)
     return with_load(report, outcome, require)
@@ -142,23 +162,41 @@ def _is_loadable(root: Path) -> bool:
     return not any(isinstance(attempt(partial(step, root), ""), VexportError) for step in steps)
 
 
+def _unquantized_model(source: Path | None) -> Path | None:
+    """Return the source, or None if vLLM could not load it for a reason that is not its own."""
+    is_usable = source is not None and _is_loadable(source) and vllm_finds_weights(source)
+    return source if is_usable else None
+
+
 def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> CheckReport:
     """Join a check with the dry load of the same checkpoint.
 
     A tensor that the loaders refuse or copy incorrectly is an error. If the loaders find no fault,
     errors of the check about names, targets and shapes become warnings (see `downgrade_errors`).
+    Errors that the unquantized model has as well become warnings, too.
     """
     version = report.vllm
     if not f"{load.vllm}.".startswith(f"{version}."):
         return _not_loaded(report, f"the installed version of vLLM is {load.vllm}, not {version}")
     outcome = errors_or_uncertainty(load, require)
+    is_refused = isinstance(outcome, str) and is_shared_refusal(outcome)
+    root = Path(load.checkpoint)
+    findings = tuple(
+        shared_as_warnings(report.findings, root, load.unquantized, root, is_refused=is_refused)
+    )
+    report = replace(report, ok=is_ok(findings), findings=findings)
     if isinstance(outcome, str):
         return _not_loaded(report, outcome)
     not_judged = tuple(each for each in report.not_judged if outcome or each.what != NAMES)
     more = [*outcome, *(unused(load) if not_judged != report.not_judged else ())]
     findings = (*(report.findings if outcome else downgrade_errors(report.findings, load)), *more)
-    ok = not any(finding.severity == "error" for finding in findings)
-    return replace(report, ok=ok, findings=findings, not_judged=(*not_judged, *load.not_judged))
+    not_judged += load.not_judged
+    joined = replace(report, ok=is_ok(findings), findings=findings, not_judged=not_judged)
+    if load.not_judged:
+        faults = plural(len(load.not_judged), "fault")
+        why = f"{faults} that the unquantized model has as well: {load.not_judged[0].what}"
+        return _not_loaded(joined, why)
+    return replace(joined, judged_by="loaders")
 
 
 def downgrade_errors(findings: Sequence[Finding], load: DryLoadReport) -> Iterator[Finding]:
@@ -196,7 +234,7 @@ def _is_checked_by_loaders(finding: Finding) -> bool:
 
 
 def _not_loaded(report: CheckReport, reason: str) -> CheckReport:
-    return replace(report, not_judged=(*report.not_judged, NotJudged(what=DRY_LOAD, why=reason)))
+    return replace(report, not_judged=(*report.not_judged, NotJudged(what=LOADERS, why=reason)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,26 +256,31 @@ class LoadVerifier:
     def failure(self, job: "QuantizeJob", folder: Path, plan: Plan) -> CheckpointFailed | None:
         """Return an error if the checkpoint in `folder` must not become `job.out`, else None.
 
-        If part of the checkpoint could not be judged, or if vLLM also refuses the source, a note is
-        added instead.
+        Errors that the source has as well are not errors of the quantization. For these, and for
+        parts of the checkpoint that could not be judged, a note is added instead.
         """
         job.on_progress("verify (config and names)", 0, 1)
         found = [each for each in header_findings(folder) if each.severity == "error"]
-        errors = [each for each in found if each.check != INTERNAL]
         not_judged = [f"{each.where}: {each.got}" for each in found if each.check == INTERNAL]
+        errors = [each for each in found if each.check != INTERNAL]
+        source = _source(job)
+        of_source = header_findings(source) if source is not None else ()
+        shared = shared_errors(errors, folder, of_source, source or folder)
+        not_judged += _shared_note(job, [each for each in errors if each in shared])
+        errors = [each for each in errors if each not in shared]
         job.on_progress("verify (config and names)", 1, 1)
         if self.dry and all(map(_is_checked_by_loaders, errors)):
             judged = _dry_loaded(job, folder, plan)
             outcome = judged if isinstance(judged, str) else errors_or_uncertainty(judged)
             if isinstance(outcome, str):
                 reason = without_details(outcome)
-                warning = f"warning: {job.out} may not load in vLLM: {reason}"
-                not_judged.append(warning if is_shared_refusal(reason) else reason)
+                is_refused = is_shared_refusal(reason)
+                not_judged.append(_may_not_load(job, reason) if is_refused else reason)
+                root = source or folder
+                shared = shared_errors(errors, folder, of_source, root, is_refused=is_refused)
+                errors = [each for each in errors if each not in shared]
             elif isinstance(judged, DryLoadReport):
-                faults = [str(each.brief) for each in judged.not_judged]
-                not_judged += [
-                    f"warning: {job.out} may not load in vLLM: {fault}" for fault in faults
-                ]
+                not_judged += [_may_not_load(job, str(each.brief)) for each in judged.not_judged]
                 left = errors if outcome else downgrade_errors(errors, judged)
                 errors = [each for each in left if each.severity == "error"] or outcome
         for text in not_judged:
@@ -256,6 +299,25 @@ class LoadVerifier:
         )
 
 
+def _source(job: "QuantizeJob") -> Path | None:
+    """Return the folder of a job's source, or None if it is no longer there."""
+    source = attempt(partial(resolve_source, job.source), "")
+    return source if isinstance(source, Path) else None
+
+
+def _may_not_load(job: "QuantizeJob", reason: str) -> str:
+    return f"warning: {job.out} may not load in vLLM: {reason}"
+
+
+def _shared_note(job: "QuantizeJob", shared: Sequence[Finding]) -> Iterator[str]:
+    """Yield a note if the unquantized source has errors as well."""
+    if shared:
+        first = shared[0].brief
+        more = f" ({len(shared) - 1:,} more)" if len(shared) > 1 else ""
+        problem = f"{first.where}: got {first.got}{more}, need {first.expected}"
+        yield _may_not_load(job, f"the unquantized source has the same problem: {problem}")
+
+
 def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> DryLoadReport | str:
     """Run the dry load of a written checkpoint, and return the report.
 
@@ -267,19 +329,21 @@ def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> DryLoadReport |
             "not loaded, because vLLM is not installed; run `vexport load --dry` in an "
             "environment with vLLM"
         )
+    if not vllm_finds_weights(job.out):
+        return f"warning: {job.out} will not load in vLLM: {PATTERN_PATH}; {FIX_PATH}"
     supports = [scheme.format.gpu_support(scheme.args) for scheme in plan.used_schemes]
     sm = tuple(sm for sm in CAPABILITIES if not any(each.refuses(sm) for each in supports))
     if not sm:
         return "not loaded, because these schemes run on none of the GPUs that a dry load supports"
-    source = attempt(partial(resolve_source, job.source), "")
+    source = _unquantized_model(_source(job))
     load = DryLoad(
         checkpoints=[folder],
         tp=job.planning.ranks,
         sm=sm,
         require="any",
         trust_remote_code=job.trust_remote_code,
-        controlled=isinstance(source, Path),
-        source=source if isinstance(source, Path) else None,
+        controlled=source is not None,
+        source=source,
     )
     try:
         (report,) = load.reports(job.on_progress)

@@ -286,14 +286,13 @@ class CellResult:
 class Control:
     """Result of an unquantized model in a cell in which the checkpoint has an error.
 
-    `loads_elsewhere` is True if the unquantized model loads in a plain cell. In this case the GPU
-    or the tensor parallel size of the cell causes the error.
+    `is_same` is True if vLLM refused both for the same reason. `loads_elsewhere` is True if the
+    unquantized model loads in a plain cell. In this case the GPU or the tensor parallel size of the
+    cell causes the error.
     """
 
     kind: ControlKind
-    outcome: Outcome
-    reason: str = ""
-    where: str = ""
+    is_same: bool = False
     faults: tuple[Miscopy, ...] = ()
     loads_elsewhere: bool = False
 

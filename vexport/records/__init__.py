@@ -45,6 +45,7 @@ from vexport.records.calibration import (
 )
 from vexport.records.findings import (
     ENGINE_CHECK,
+    LOADERS,
     MESSAGE_SEPARATOR,
     Canary,
     CellStatus,

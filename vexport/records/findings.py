@@ -12,6 +12,10 @@ Severity = Literal["error", "warning", "info"]
 Claim = Literal["refused", "values", "precision"]
 # Separates the cause of vLLM's refusal from vLLM's message, which only JSON and --all show.
 MESSAGE_SEPARATOR = "; vLLM's message: "
+# Entry of `CheckReport.not_judged` if vLLM's loaders could not judge the checkpoint.
+LOADERS = "vLLM's loaders"
+# The part of a check that decides whether vLLM loads the checkpoint.
+JudgedBy = Literal["static", "loaders"]
 
 
 def without_details(text: str) -> str:
@@ -90,17 +94,28 @@ class CheckReport:
 
     `vllm`, `tp` and `sm` are the vLLM version, the tensor parallel sizes and the compute
     capabilities that the check assumed. An empty `sm` means any GPU. `vllm` and `tp` are empty in
-    reports of older versions.
+    reports of older versions. `judged_by` is "loaders" if vLLM's loaders have loaded the checkpoint
+    or refused it, and "static" if only the static rules have judged it.
     """
 
     schema: Literal["vexport.check/1"] = "vexport.check/1"
     checkpoint: str
     ok: bool
+    judged_by: JudgedBy = "static"
     findings: tuple[Finding, ...]
     not_judged: tuple[NotJudged, ...] = ()
     vllm: str = ""
     tp: tuple[int, ...] = ()
     sm: tuple[int, ...] = ()
+
+    @property
+    def loaders_failed(self) -> str:
+        """Return why vLLM's loaders could not judge the checkpoint.
+
+        Return "" if they judged it, or if they were not requested (`--static`).
+        """
+        reasons = (each.brief.why for each in self.not_judged if each.what == LOADERS)
+        return next(reasons, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +342,9 @@ class DryLoadReport:
     rooms: tuple[GpuRoom, ...] = ()
     not_judged: tuple[NotJudged, ...] = ()
     blind_spots: tuple[str, ...]
+    # Static findings on the unquantized model that vexport made from the checkpoint's config. It is
+    # empty if no such model was made. The JSON does not contain it.
+    unquantized: tuple[Finding, ...] = field(default=(), metadata={"exclude": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vexport.records.findings import (
+    LOADERS,
     CheckReport,
     DryLoadReport,
     Finding,
     LoadReport,
     MatrixCell,
+    NotJudged,
     Severity,
     without_details,
 )
@@ -23,6 +25,8 @@ Status = Literal["PASS", "FAIL", "INCONCLUSIVE", "SKIPPED"]
 # The most serious severity first.
 SEVERITIES: Sequence[Severity] = ("error", "warning", "info")
 NOT_RUN = "not run: an earlier gate failed"
+# Follows PASS if vLLM's loaders could not judge the checkpoint.
+STATIC_SCOPE = "of the static rules"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,16 @@ def findings_gate(
     return Gate(name=name, status="PASS" if ok else "FAIL", message=message, findings=ordered)
 
 
+def static_reason(report: CheckReport | DryLoadReport | LoadReport) -> str:
+    """Return why only the static rules have passed a checkpoint.
+
+    Return "" if vLLM's loaders judged it, if the user chose `--static`, or if it fails.
+    """
+    if not isinstance(report, CheckReport) or not report.ok or not report.loaders_failed:
+        return ""
+    return f"{LOADERS} could not judge it: {report.loaders_failed}"
+
+
 def checkpoint_gate(
     name: str, report: CheckReport | DryLoadReport | LoadReport, *, with_message: bool = False
 ) -> Gate:
@@ -92,11 +106,16 @@ def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...
     Without `families` there is a single gate, `check`. Parts of the checkpoint that were not judged
     get skipped gates.
     """
-    left_out = [each.brief for each in report.not_judged]
-    not_judged = [Gate(name=each.what, status="SKIPPED", message=each.why) for each in left_out]
+    not_judged = [_not_judged_gate(report, each.brief) for each in report.not_judged]
     if not families:
         return (checkpoint_gate("check", report), *not_judged)
     return (*_family_gates(report, families), *not_judged)
+
+
+def _not_judged_gate(report: CheckReport, part: NotJudged) -> Gate:
+    only_static = part.what == LOADERS and static_reason(report)
+    message = f"PASS {STATIC_SCOPE}: {part.why}" if only_static else part.why
+    return Gate(name=part.what, status="SKIPPED", message=message)
 
 
 def _family_gates(report: CheckReport, families: Sequence[str]) -> Iterator[Gate]:

@@ -16,29 +16,22 @@ models that need no weights:
   checkpoint has a wrong name or lacks a tensor.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
+from vexport.checks.shared import cause, cause_anywhere, unquantized_names
 from vexport.engine.messages import CellResult, Control, ControlKind, Miscopy
 from vexport.records import NotJudged
 
 # Kinds of faults that are errors. An unused tensor is a warning.
 _ERRORS = ("missing", "cast", "narrowed")
-# Names of parameters and tensors that quantization changes, in the files and in vLLM.
-_QUANTIZED = re.compile(
-    r"(?<=[._0-9])(?:weight|qweight|w13|w2|w1|w3)"
-    r"(?:_(?:weight|packed|scale|shape|scale_inv|scale_2|global_scale|zero_point|inv))+\b"
-)
-_NUMBER = re.compile(r"\d+")
-_PATH = re.compile(r"(?<![\w.])/\S+")
-_CONTROL_TEXTS: Mapping[ControlKind, str] = {
-    "source": "vLLM has the same problem with the unquantized source",
-    "same config": "vLLM has the same problem with an unquantized checkpoint that transformers "
-    "creates from this config",
-    "config alone": "vLLM refuses every checkpoint with this config, even if it is not quantized",
-    "default config": "vLLM refuses every checkpoint of this class, even if it is not quantized",
+_MODELS: Mapping[ControlKind, str] = {
+    "source": "the unquantized source",
+    "same config": "an unquantized checkpoint that transformers creates from this config",
+    "config alone": "every checkpoint with this config, even if it is not quantized",
+    "default config": "every checkpoint of this class, even if it is not quantized",
 }
+_ALSO_REFUSES = "vLLM also refuses "
 
 
 def control_kind(result: CellResult, *, has_source: bool) -> ControlKind | None:
@@ -54,43 +47,38 @@ def control_kind(result: CellResult, *, has_source: bool) -> ControlKind | None:
     return "same config" if result.built else "config alone"
 
 
-def control_of(result: CellResult, kind: ControlKind, *, loads_elsewhere: bool) -> Control:
+def control_of(
+    result: CellResult,
+    kind: ControlKind,
+    *,
+    is_same: bool,
+    loads_elsewhere: bool,
+) -> Control:
     """Convert the result of an unquantized model to a `Control`."""
     return Control(
         kind=kind,
-        outcome=result.outcome,
-        reason=result.reason,
-        where=result.where,
+        is_same=is_same,
         faults=result.faults,
         loads_elsewhere=loads_elsewhere,
     )
 
 
-def same_refusal(result: CellResult, control: CellResult | Control) -> bool:
+def same_refusal(
+    result: CellResult, unquantized: CellResult, stored: Container[str] = frozenset()
+) -> bool:
     """Return True if vLLM refused the checkpoint and the unquantized model for the same reason.
 
-    Names that quantization changes may differ.
+    Names that quantization changes may differ. `stored` are the tensors of the unquantized model.
+    vLLM stops at the first tensor that it refuses, and the files may have another order. A refusal
+    of the same kind at another tensor therefore is the same if `stored` contains this tensor.
     """
-    if result.outcome != "refused" or control.outcome != "refused":
+    if result.outcome != "refused" or unquantized.outcome != "refused":
         return False
-    return _plain(result.reason) == _plain(control.reason) and _plain(result.where) == _plain(
-        control.where
-    )
-
-
-def _plain(text: str) -> str:
-    """Return a refusal message in which the tensors have their names in the unquantized model.
-
-    Paths and numbers are replaced.
-    """
-    without_paths = _PATH.sub("PATH", text)
-    return _NUMBER.sub("#", _QUANTIZED.sub(_unquantized, without_paths))
-
-
-def _unquantized(name: re.Match[str]) -> str:
-    """Return `weight` for `weight_packed`, `w13_weight` for `w13_weight_scale`."""
-    first = name[0].partition("_")[0]
-    return f"{first}_weight" if first.startswith("w") and first != "weight" else "weight"
+    place, other_place = unquantized_names(result.where), unquantized_names(unquantized.where)
+    if cause(result.reason) == cause(unquantized.reason) and cause(place) == cause(other_place):
+        return True
+    is_alike = cause_anywhere(result.reason) == cause_anywhere(unquantized.reason)
+    return is_alike and place in stored
 
 
 def without_shared_errors(result: CellResult, reason: str, *, requested: bool) -> CellResult:
@@ -104,12 +92,11 @@ def without_shared_errors(result: CellResult, reason: str, *, requested: bool) -
     control = result.control
     if control is None:
         return replace(result, reason=reason)
-    if same_refusal(result, control):
+    if control.is_same:
         if control.loads_elsewhere and requested:
             return replace(result, reason=reason)
-        return replace(
-            result, outcome="unknown", reason=f"{_CONTROL_TEXTS[control.kind]}: {reason}"
-        )
+        model = _MODELS[control.kind]
+        return replace(result, outcome="unknown", reason=f"{_ALSO_REFUSES}{model}: {reason}")
     shared = {_key(fault) for fault in control.faults}
     faults = tuple(fault for fault in result.faults if not _is_shared(fault, shared))
     return replace(result, reason=reason, faults=faults)
@@ -117,7 +104,7 @@ def without_shared_errors(result: CellResult, reason: str, *, requested: bool) -
 
 def is_shared_refusal(reason: str) -> bool:
     """Return True if the reason is that vLLM refuses the unquantized model as well."""
-    return reason.startswith(tuple(_CONTROL_TEXTS.values()))
+    return reason.startswith(_ALSO_REFUSES)
 
 
 def _is_shared(fault: Miscopy, shared: set[tuple[str, str]]) -> bool:
@@ -129,7 +116,7 @@ def _key(fault: Miscopy) -> tuple[str, str]:
 
     The place contains the layer's number, because each layer is loaded separately.
     """
-    return fault.kind, _QUANTIZED.sub(_unquantized, fault.where)
+    return fault.kind, unquantized_names(fault.where)
 
 
 def not_judged(results: Sequence[CellResult]) -> tuple[NotJudged, ...]:
@@ -141,7 +128,10 @@ def not_judged(results: Sequence[CellResult]) -> tuple[NotJudged, ...]:
         for fault in result.faults:
             if _is_shared(fault, shared):
                 assert control is not None
-                why = f"{_CONTROL_TEXTS[control.kind]}: got {fault.got}, need {fault.expected}"
+                why = (
+                    f"vLLM has the same problem with {_MODELS[control.kind]}: got {fault.got}, "
+                    f"need {fault.expected}"
+                )
                 found.setdefault(
                     fault.where, NotJudged(what=f"{fault.where} ({fault.kind})", why=why)
                 )

@@ -9,8 +9,9 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.index import require_checkpoint, require_weights_found
 from vexport.checkpoint.source import resolve_drafter, resolve_source
+from vexport.checks import header_findings
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.precision import layer_kinds, other_precision
 from vexport.checks.vllm.stored_schemes import config_groups_of
@@ -23,6 +24,7 @@ from vexport.engine.messages import (
     CellResult,
     DryRequest,
     DryResult,
+    DryTry,
     FailureKind,
     LayerKind,
     Miscopy,
@@ -383,19 +385,20 @@ class DryLoad:
         `timeout` seconds.
         """
         with log_folder("vexport-dry-") as folder:
+            request = DryRequest(
+                checkpoints=tuple(checkpoint.absolute() for checkpoint in self.checkpoints),
+                cells=tuple(Cell(tp=tp, sm=sm) for tp, sm in product(self.tp, self.sm)),
+                folder=folder,
+                trust_remote_code=self.trust_remote_code,
+                speculative=self.speculative,
+                controlled=self.controlled,
+                source=self.source.absolute() if self.source is not None else None,
+                plain_cells=_PLAIN_CELLS if self.requested else (),
+                try_seconds=max(1, int(self.timeout / 2)),
+            )
             worker = Worker(
                 module="vexport.engine.dry.worker",
-                request=DryRequest(
-                    checkpoints=tuple(checkpoint.absolute() for checkpoint in self.checkpoints),
-                    cells=tuple(Cell(tp=tp, sm=sm) for tp, sm in product(self.tp, self.sm)),
-                    folder=folder,
-                    trust_remote_code=self.trust_remote_code,
-                    speculative=self.speculative,
-                    controlled=self.controlled,
-                    source=self.source.absolute() if self.source is not None else None,
-                    plain_cells=_PLAIN_CELLS if self.requested else (),
-                    try_seconds=max(1, int(self.timeout / 2)),
-                ),
+                request=request,
                 kind=DryResult,
                 where="dry load in vLLM",
                 log=folder / "vllm.log",
@@ -404,20 +407,42 @@ class DryLoad:
                 environment=NO_EMULATION,
             )
             with worker.started() as result:
-                yield lambda on_progress: self._judged(result(on_progress))
+                yield lambda on_progress: self._judged(request, result(on_progress))
 
-    def _judged(self, result: DryResult) -> list[DryLoadReport]:
+    def _judged(self, request: DryRequest, result: DryResult) -> list[DryLoadReport]:
         return [
-            judge(
-                str(checkpoint),
-                result.vllm,
-                cells,
-                self.require,
-                groups=config_groups_of(checkpoint),
-                requested=self.requested,
+            replace(
+                judge(
+                    str(checkpoint),
+                    result.vllm,
+                    cells,
+                    self.require,
+                    groups=config_groups_of(checkpoint),
+                    requested=self.requested,
+                ),
+                unquantized=tuple(_unquantized_findings(request, number, cells)),
             )
-            for checkpoint, cells in zip(self.checkpoints, result.checkpoints, strict=True)
+            for number, (checkpoint, cells) in enumerate(
+                zip(self.checkpoints, result.checkpoints, strict=True)
+            )
         ]
+
+
+def _unquantized_findings(
+    request: DryRequest, number: int, cells: Sequence[CellResult]
+) -> Iterator[Finding]:
+    """Yield the static findings on the unquantized model that was tried for a checkpoint.
+
+    The paths in them are those of the checkpoint. There are no findings on the config of a model
+    that vexport made, because this config is the checkpoint's.
+    """
+    kinds = [each.control.kind for each in cells if each.control]
+    for kind in dict.fromkeys(kinds):
+        attempt = DryTry(request=request, number=number, cell=cells[0].cell, rank=0, control=kind)
+        root, checkpoint = str(attempt.checkpoint), str(request.checkpoints[number])
+        for finding in header_findings(attempt.checkpoint):
+            if kind == "source" or root not in finding.where:
+                yield replace(finding, where=finding.where.replace(root, checkpoint))
 
 
 def _report_or_fault(load: DryLoad, on_progress: OnProgress) -> DryLoadReport | EngineFault:
@@ -452,6 +477,7 @@ def dry_load_checkpoints(
     roots = [resolve_source(name, on_progress) for name in names]
     for root in roots:
         require_checkpoint(root)
+        require_weights_found(root)
         require_layers(root)
     drafter = resolve_drafter(speculative, on_progress)
     wanted = sm or tuple(dict.fromkeys(card.sm for card in gpus))

@@ -22,6 +22,7 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from vexport.checkpoint.index import read_index
 from vexport.engine.dry.controls import control_kind, control_of, same_refusal
 from vexport.engine.messages import (
     Cell,
@@ -33,6 +34,7 @@ from vexport.engine.messages import (
     Outcome,
 )
 from vexport.engine.worker import progress_reporter, run_worker
+from vexport.errors import VexportError
 from vexport.errors.extras import is_memory
 from vexport.files import from_json, to_json, write_text
 from vexport.records import OnProgress
@@ -143,9 +145,7 @@ def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list
                 kinds[number, result.cell] = kind
     by_cell = {(number, each.cell): each for number, cells in enumerate(results) for each in cells}
     kinds, controls = _try_controls(request, kinds)
-    refused = {
-        key: kind for key, kind in kinds.items() if same_refusal(by_cell[key], controls[key])
-    }
+    refused = _with_same_refusal(request, by_cell, kinds, controls)
     doubtful = _with_doubtful_config(request, by_cell, refused)
     if doubtful:
         for key in doubtful:
@@ -153,9 +153,7 @@ def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list
         defaults, of_defaults = _try_controls(request, dict.fromkeys(doubtful, "default config"))
         kinds |= defaults
         controls |= of_defaults
-        refused |= {
-            key: kind for key, kind in defaults.items() if same_refusal(by_cell[key], controls[key])
-        }
+        refused |= _with_same_refusal(request, by_cell, defaults, of_defaults)
     plain = {
         (number, cell): kind
         for number, kind in _distinct_models(refused)
@@ -170,7 +168,12 @@ def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list
         [
             replace(
                 result,
-                control=control_of(controls[key], kinds[key], loads_elsewhere=number in loading),
+                control=control_of(
+                    controls[key],
+                    kinds[key],
+                    is_same=key in refused,
+                    loads_elsewhere=number in loading,
+                ),
             )
             if (key := (number, result.cell)) in controls
             else result
@@ -178,6 +181,31 @@ def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list
         ]
         for number, cells in enumerate(results)
     ]
+
+
+def _with_same_refusal(
+    request: DryRequest,
+    results: Mapping[tuple[int, Cell], CellResult],
+    kinds: Mapping[tuple[int, Cell], ControlKind],
+    controls: Mapping[tuple[int, Cell], CellResult],
+) -> dict[tuple[int, Cell], ControlKind]:
+    """Return the cells in which vLLM refuses the unquantized model for the same reason."""
+    stored = {
+        (number, kind): _stored_names(_control_folder(request, number, kind))
+        for number, kind in _distinct_models(kinds)
+    }
+    return {
+        key: kind
+        for key, kind in kinds.items()
+        if same_refusal(results[key], controls[key], stored[key[0], kind])
+    }
+
+
+def _stored_names(folder: Path) -> frozenset[str]:
+    """Return the tensors of an unquantized model. It has no tensors if its config was made."""
+    with suppress(VexportError):
+        return frozenset(read_index(folder).tensors)
+    return frozenset()
 
 
 def _with_doubtful_config(

@@ -9,8 +9,9 @@ from functools import partial
 
 from vexport.calibration.model import default_device
 from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
-from vexport.checks import NAMES, check_checkpoint
+from vexport.checks import NAMES, SOURCE_FAMILIES, check_checkpoint, header_findings, is_ok
 from vexport.checks.shards import VALUES
+from vexport.checks.shared import shared_as_warnings
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
 from vexport.formats.plan import FusionGroup, Plan
@@ -250,12 +251,15 @@ def check(run: Run) -> CheckReport:
     """
     plan, written = run.result(make_plan), run.result(quantize)
     report = check_checkpoint(str(run.checkpoint))
-    lost = tuple(changed_tensors(run.index, written, plan))
-    findings = (*report.findings, *lost, *fallback_findings(rounding_of(run.folder)))
+    source = run.index.root
+    of_source = header_findings(source, families=SOURCE_FAMILIES)
+    found = shared_as_warnings(report.findings, run.checkpoint, of_source, source)
+    lost = changed_tensors(run.index, written, plan)
+    findings = (*found, *lost, *fallback_findings(rounding_of(run.folder)))
     on_layer = partial(run.options.on_progress, "read back (layers)")
     layers = LayerErrors(layers=layer_errors(run.index, written, plan, on_layer=on_layer))
     write_text(run.folder / LAYERS, to_json(layers))
     # Later stages check names and shapes in vLLM. `layer_errors` compares the values.
     judged_here = (NAMES, VALUES)
     not_judged = tuple(each for each in report.not_judged if each.what not in judged_here)
-    return replace(report, ok=report.ok and not lost, findings=findings, not_judged=not_judged)
+    return replace(report, ok=is_ok(findings), findings=findings, not_judged=not_judged)
