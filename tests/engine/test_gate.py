@@ -15,11 +15,22 @@ import pytest
 
 from tests.command import ROOT, vexport
 from tests.models import Good
-from tests.mutations.edits import QUANTIZATION, WHOLE, config, spoiled
+from tests.mutations.edits import QUANTIZATION, WHOLE, config, drop, spoiled
+from tests.texts import assert_contains
+from vexport.api import check
 from vexport.checks import NAMES, NUMBERS
-from vexport.engine.loader_check import DRY_LOAD, with_load
+from vexport.engine.loader_check import with_load
+from vexport.errors import EnvironmentFault
 from vexport.files import unreadable_kind, write_text
-from vexport.records import CellStatus, CheckReport, DryLoadReport, Finding, MatrixCell, NotJudged
+from vexport.records import (
+    LOADERS,
+    CellStatus,
+    CheckReport,
+    DryLoadReport,
+    Finding,
+    MatrixCell,
+    NotJudged,
+)
 
 UNKNOWN = NotJudged(what=NAMES, why="the layout of a class is not known")
 
@@ -44,10 +55,12 @@ def test_check_runs_dry_load(good: Good, tmp_path: Path) -> None:
     ran = vexport("check", good("W4A16"), refused, other, "-o", answer, "--strict")
     sound, wrong, unknown = json.loads(answer.read_text())
     assert (sound["ok"], sound["not_judged"]) == (True, [])
+    judged_by = [each["judged_by"] for each in (sound, wrong, unknown)]
+    assert judged_by == ["loaders", "loaders", "static"]
     refusals = [each["check"] for each in wrong["findings"] if each["severity"] == "error"]
     assert refusals == ["dry-load"]
     assert unknown["ok"]
-    assert {each["what"] for each in unknown["not_judged"]} == {NAMES, NUMBERS, DRY_LOAD}
+    assert {each["what"] for each in unknown["not_judged"]} == {NAMES, NUMBERS, LOADERS}
     assert ran.code == 1
     assert "dry load: done" in ran.stderr
 
@@ -61,14 +74,44 @@ def test_missing_vllm_is_not_judged(good: Good, tmp_path: Path) -> None:
     command = ("check", good("W8A8"), "--vllm-python", python)
     ran = vexport(*command)
     assert ran.code == 0
-    assert f"not judged: {DRY_LOAD}: " in ran.stdout
+    headline, reason, *_ = ran.stdout.splitlines()
+    assert headline == f"PASS of the static rules  {good('W8A8')}"
+    assert_contains(reason, LOADERS, "vLLM cannot be started")
+    assert f"not judged: {LOADERS}: " in ran.stdout
+    (answer,) = json.loads(vexport(*command, "--format", "json").stdout)
+    assert (answer["ok"], answer["judged_by"]) == (True, "static")
     strict = vexport(*command, "--strict", "--format", "junit")
     assert (strict.code, len(strict.errors)) == (3, 1)
     cases = ElementTree.fromstring(strict.stdout).iter("testcase")
-    assert [case.get("name") for case in cases if case.find("skipped") is not None] == [DRY_LOAD]
-    notice = vexport(*command, "--format", "github").stdout.splitlines()[-1]
+    assert [case.get("name") for case in cases if case.find("skipped") is not None] == [LOADERS]
+    first, *_, notice = vexport(*command, "--format", "github").stdout.splitlines()
+    assert first.startswith("::notice title=vexport check PASS of the static rules::")
     assert notice.startswith("::notice title=check%3A not judged::")
-    assert vexport(*command, "--static", "--strict").code == 0
+    chosen = vexport(*command, "--static", "--strict")
+    assert (chosen.code, chosen.stdout.splitlines()[0]) == (0, f"PASS  {good('W8A8')}")
+
+
+@pytest.mark.usefixtures("with_vllm")
+def test_failure_has_plain_headline(good: Good, tmp_path: Path) -> None:
+    """Missing loaders do not make an error of the static rules doubtful."""
+    broken = spoiled(good("W8A8"), tmp_path / "broken", drop("model.norm.weight"))
+    ran = vexport("check", broken, "--vllm-python", "/bin/false")
+    assert (ran.code, ran.stdout.splitlines()[0]) == (1, f"FAIL  {broken}")
+
+
+@pytest.mark.usefixtures("with_vllm")
+def test_crash_of_vllm_is_fault_of_environment(good: Good, tmp_path: Path) -> None:
+    """The interpreter has vLLM, but dies. An error of a checkpoint is more important."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] && exit 0\nkill -9 $$\n')
+    python.chmod(0o755)
+    ran = vexport("check", good("W8A8"), "--vllm-python", python)
+    assert ran.code == 4
+    assert_contains(ran.stdout, "PASS of the static rules", f"not judged: {LOADERS}")
+    broken = spoiled(good("W8A8"), tmp_path / "broken", drop("model.norm.weight"))
+    assert vexport("check", good("W8A8"), broken, "--vllm-python", python).code == 1
+    with pytest.raises(EnvironmentFault):
+        check(good("W8A8"), vllm_python=python)
 
 
 def make_pipe(path: Path) -> None:
@@ -187,7 +230,7 @@ def test_dead_worker_affects_one_checkpoint(good: Good, tmp_path: Path) -> None:
         str(wrong),
     ]
     assert [each["what"] for each in sound["not_judged"]] == []
-    assert [each["what"] for each in dead["not_judged"]] == [DRY_LOAD]
+    assert [each["what"] for each in dead["not_judged"]] == [LOADERS]
     assert (sound["ok"], dead["ok"], refused["ok"]) == (True, True, False)
 
 
@@ -202,7 +245,7 @@ def test_dry_load_memory_is_limited(good: Good, tmp_path: Path) -> None:
     ran = vexport("check", large, wrong, "-o", answer)
     assert ran.code == 1
     unjudged, refused = json.loads(answer.read_text())
-    (entry,) = [each for each in unjudged["not_judged"] if each["what"] == DRY_LOAD]
+    (entry,) = [each for each in unjudged["not_judged"] if each["what"] == LOADERS]
     assert "4 GiB of memory" in entry["why"]
     assert [each["check"] for each in refused["findings"] if each["severity"] == "error"] == [
         "dry-load"
@@ -253,8 +296,8 @@ def loaded(*findings: Finding, vllm: str = "0.32.1", status: CellStatus = "loads
             [NAMES],
         ),
         # Without a result of the loaders for this version, the check's findings stay.
-        ("completeness", loaded(status="not shown"), False, ["error"], [NAMES, DRY_LOAD]),
-        ("completeness", loaded(vllm="0.3.2"), False, ["error"], [NAMES, DRY_LOAD]),
+        ("completeness", loaded(status="not shown"), False, ["error"], [NAMES, LOADERS]),
+        ("completeness", loaded(vllm="0.3.2"), False, ["error"], [NAMES, LOADERS]),
     ],
 )
 def test_check_and_dry_load_are_merged(

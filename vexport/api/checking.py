@@ -61,10 +61,11 @@ def check(
     version of vLLM to check against, such as "0.32". Its default is the version in `vllm_python`,
     or in this environment.
 
-    Raises an error if the checkpoint or another input cannot be read. Faults of the checkpoint are
-    findings of the report.
+    Raises an error if the checkpoint or another input cannot be read, or if vLLM crashed or took
+    too long on a checkpoint without an error. Faults of the checkpoint are findings of the report.
     """
     problems: list[VexportError] = []
+    faults: list[VexportError] = []
     settings = CheckSettings(
         tp=parsed("check: tp", parse_sizes, tp),
         sm=with_cards(
@@ -79,19 +80,24 @@ def check(
         trust_remote_code=trust_remote_code,
         on_progress=on_progress,
     )
-    (report,) = check_checkpoints((checkpoint,), settings, problems.append)
+    (report,) = check_checkpoints((checkpoint,), settings, problems.append, faults.append)
+    if report.ok:
+        problems += faults
     if problems:
         raise problems[0]
     return report
 
 
 def check_checkpoints(
-    checkpoints: Sequence[Name], settings: CheckSettings, on_problem: OnProblem
+    checkpoints: Sequence[Name],
+    settings: CheckSettings,
+    on_problem: OnProblem,
+    on_fault: OnProblem,
 ) -> list[CheckReport]:
     """Check several checkpoints with one start of vLLM, and return their reports in order.
 
     If a checkpoint cannot be read, `on_problem` receives the error, and the checkpoint's report
-    contains it as a finding.
+    contains it as a finding. `on_fault` receives the error if vLLM crashed or took too long.
     """
     names = [os.fspath(name) for name in checkpoints]
     target = Target(
@@ -130,6 +136,7 @@ def check_checkpoints(
             vllm_python=settings.vllm_python,
             trust_remote_code=settings.trust_remote_code,
             on_progress=settings.on_progress,
+            on_fault=on_fault,
             source=against.root if against is not None else None,
         )
     for error in problems.values():

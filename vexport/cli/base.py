@@ -49,8 +49,8 @@ _SHADES = {
 }
 _STATUS = r"PASS|FAILS?|INCONCLUSIVE|REFUSED|FAULTY|NO ANSWER"
 _MARKS = re.compile(
-    rf"^(?P<head>{_STATUS}|error|warning|info)(?=  | on |:|$)|(?<=  )(?P<cell>{_STATUS})(?=  | "
-    rf"\w|$)",
+    rf"^(?P<head>{_STATUS}|error|warning|info)(?=  | on | of |:|$)"
+    rf"|(?<=  )(?P<cell>{_STATUS})(?=  | \w|$)",
     re.MULTILINE,
 )
 

@@ -110,6 +110,7 @@ def check(
     from vexport.reports import render_checks, summarize_checks
 
     problems: list[VexportError] = []
+    faults: list[VexportError] = []
     # Comparing with a source imports torch, which takes seconds.
     reads = [] if source is None else [*checkpoints, source]
     with progress_display(quiet=output.quiet, reads=reads) as on_progress:
@@ -125,7 +126,7 @@ def check(
             trust_remote_code=interpreter.trust_remote_code,
             on_progress=on_progress,
         )
-        reports = check_checkpoints(checkpoints, settings, problems.append)
+        reports = check_checkpoints(checkpoints, settings, problems.append, faults.append)
     if output.format_ != "text" or len(problems) < len(reports):
         print_text(
             render_checks(
@@ -137,5 +138,6 @@ def check(
     require_no_findings_of(INTERNAL, reports)
     raise_problems(problems)
     require_all_ok(reports)
+    raise_problems(faults)
     if strict:
         require_judged(reports)

@@ -16,10 +16,12 @@ from vexport.records import (
     MatrixRow,
 )
 from vexport.records.gates import (
+    STATIC_SCOPE,
     Gate,
     cell_gate,
     checkpoint_gate,
     finding_counts,
+    static_reason,
 )
 from vexport.reports import document as doc
 from vexport.reports.document import facts, muted, parts, row, table
@@ -108,9 +110,12 @@ def _document(
 ) -> doc.Document:
     gate = checkpoint_gate(gate_name, report, with_message=every)
     findings = tuple((gate_name, finding) for finding in gate.findings)
+    reason = static_reason(report)
     return doc.Document(
         title=report.checkpoint,
         status=gate.status,
+        scope=STATIC_SCOPE if reason else "",
+        reason=reason,
         device=report.engine.device if isinstance(report, LoadReport) and report.engine else "",
         sentence=finding_counts(report.findings) + check_target(report),
         parts=parts(

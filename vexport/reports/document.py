@@ -13,7 +13,7 @@ from vexport.records import Finding
 from vexport.records.gates import SEVERITIES, Gate, Status
 from vexport.records.values import plural
 from vexport.reports.findings import MAX_FOLLOWING, FindingKind, fold
-from vexport.reports.formatting import Scale
+from vexport.reports.formatting import Scale, outcome_line
 
 if TYPE_CHECKING:
     from vexport.records import TaskVerdict
@@ -356,6 +356,7 @@ class Document:
 
     - `status` is None if there is nothing to decide.
     - `device` is the device that ran the model.
+    - `scope` limits the status, such as `of the static rules`, and `reason` says why.
     - `warnings` follow the sentence: reasons to doubt the status.
     - `next_step` is a command (or "") and a sentence.
     - `footer` is small print.
@@ -367,6 +368,8 @@ class Document:
     status: Status | None = None
     device: str = ""
     sentence: str = ""
+    scope: str = ""
+    reason: str = ""
     warnings: tuple[str, ...] = ()
     subtitle: str = ""
     next_step: tuple[str, str] = ("", "")
@@ -374,6 +377,11 @@ class Document:
     tiles: tuple[Tile, ...] = ()
     footer: str = ""
     wide: bool = False
+
+    @property
+    def outcome(self) -> str:
+        """Status with the device that ran the model, or with its scope."""
+        return outcome_line(self.status, self.device, self.scope) if self.status else ""
 
 
 def badge(status: str) -> TableCell:

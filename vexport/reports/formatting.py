@@ -134,9 +134,13 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def outcome_line(outcome: str, device: str) -> str:
-    """Return `PASS on CPU, emulated`, or the outcome alone if nothing ran the model."""
-    return f"{outcome} on {device}" if device else outcome
+def outcome_line(outcome: str, device: str, scope: str = "") -> str:
+    """Return `PASS on CPU, emulated`, `PASS of the static rules`, or the outcome alone.
+
+    `device` is empty if nothing ran the model, and `scope` if the outcome covers everything.
+    """
+    place = f"on {device}" if device else ""
+    return " ".join(filter(None, (outcome, scope, place)))
 
 
 def report_device(report: "Report") -> str:

@@ -16,10 +16,11 @@ from xml.etree import ElementTree
 
 from vexport.errors import clip, visible
 from vexport.records import CheckReport, DryLoadReport, Finding, LoadReport, Severity
-from vexport.records.gates import Gate, Status, checkpoint_gate
+from vexport.records.gates import STATIC_SCOPE, Gate, Status, checkpoint_gate, static_reason
 from vexport.records.values import plural
 from vexport.reports.checkpoints import with_load_names
 from vexport.reports.findings import check_target, fold, kinds
+from vexport.reports.formatting import outcome_line
 
 MAX_ANNOTATIONS = 10
 _MAX_CHARACTERS = 2000
@@ -154,7 +155,8 @@ def github_checkpoints(
     """Return annotations for the errors and warnings of the gate `name` on all checkpoints.
 
     If all gates pass without a finding, the first annotation is a notice with PASS. There is also a
-    notice for each part that a check did not judge.
+    notice for each part that a check did not judge. Notices on checkpoints that only the static
+    rules have passed come first.
     """
     gates = [
         (report.checkpoint, checkpoint_gate(name, report)) for report in with_load_names(reports)
@@ -169,13 +171,22 @@ def github_checkpoints(
         if isinstance(report, CheckReport)
         for each in report.not_judged
     ]
-    if all(gate.status == "PASS" and not gate.findings for _, gate in gates):
+    static = [
+        _Annotation(
+            level="notice",
+            title=f"vexport {name} {outcome_line('PASS', '', STATIC_SCOPE)}",
+            message=f"{report.checkpoint}: {reason}",
+        )
+        for report in reports
+        if (reason := static_reason(report))
+    ]
+    if not static and all(gate.status == "PASS" and not gate.findings for _, gate in gates):
         message = f"{plural(len(gates), 'checkpoint')} without a finding{check_target(reports[0])}"
         return _lines(
             _Annotation(level="notice", title=f"vexport {name} PASS", message=message), *unjudged
         )
     notes = (note for place, gate in gates for note in _of_gate(gate, place))
-    return _lines(*_gravest_first((*notes, *unjudged)))
+    return _lines(*static, *_gravest_first((*notes, *unjudged)))
 
 
 def _of_gate(gate: Gate, checkpoint: str = "") -> Iterator[_Annotation]:

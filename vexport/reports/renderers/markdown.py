@@ -7,7 +7,7 @@ from vexport.errors import clip, visible
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import finding_parts, table
-from vexport.reports.formatting import capitalized, outcome_line
+from vexport.reports.formatting import capitalized
 
 # GitHub refuses a step's summary above 1 MiB. This leaves space for other commands of the step.
 SUMMARY_BYTES = 1 << 19
@@ -27,10 +27,11 @@ _ENTITIES = {
 
 def render(document: doc.Document) -> str:
     """Return a document as Markdown."""
-    status = f"{safe(outcome_line(document.status, document.device))}: " if document.status else ""
+    status = f"{safe(document.outcome)}: " if document.status else ""
     rows = [(gate.name, gate.status, gate.summary) for gate in document.gates]
     blocks = [
         f"## {status}{safe(document.title)}",
+        safe(document.reason),
         safe(capitalized(document.sentence)) if document.sentence else "",
         *(f"**Warning** {safe(text)}" for text in document.warnings),
         _table(table(("Gate", "Result", "Why"), rows)) if rows else "",
@@ -45,7 +46,14 @@ def render_all(documents: Sequence[doc.Document]) -> str:
 
     Parts beyond the size limit of a step summary are left out and counted.
     """
-    rows = ((document.title, document.status or "", document.sentence) for document in documents)
+    rows = (
+        (
+            document.title,
+            document.outcome,
+            "; ".join(filter(None, (document.reason, document.sentence))),
+        )
+        for document in documents
+    )
     blocks = [_table(table(("Checkpoint", "Result", "Findings"), rows))]
     size, left_out = len(blocks[0].encode()), 0
     for document in documents:

@@ -17,7 +17,7 @@ from vexport.records import Finding
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.findings import MAX_FOLLOWING, FindingKind, fold
-from vexport.reports.formatting import capitalized, outcome_line
+from vexport.reports.formatting import capitalized
 
 # Width of text that is not printed on a terminal.
 WIDTH = 100
@@ -100,9 +100,9 @@ def _wrapped(text: str, width: int, start: str = "", end: str = "") -> Text:
 
 def _document(document: doc.Document, width: int) -> Iterator[RenderableType]:
     if document.status:
-        answer = outcome_line(document.status, document.device)
         yield Group(
-            _wrapped(f"{answer}  {document.title}", width),
+            _wrapped(f"{document.outcome}  {document.title}", width),
+            *([_wrapped(document.reason, width)] if document.reason else []),
             _wrapped(capitalized(document.sentence), width),
             *(_wrapped(text, width, WARNING) for text in document.warnings),
         )
