@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vexport.api.common import Name, OnProblem, parsed
 from vexport.api.engine import Engine
-from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.index import require_checkpoint, require_weights_found
 from vexport.checkpoint.source import require_source, resolve_source
 from vexport.checks import error_findings
 from vexport.engine.arguments import require_layers
@@ -177,6 +177,7 @@ def _unreadable(names: Sequence[str], on_progress: OnProgress) -> dict[str, Vexp
     def read(name: str) -> None:
         root = resolve_source(name, on_progress)
         require_checkpoint(root)
+        require_weights_found(root)
         require_layers(root)
 
     outcomes = {name: attempt(partial(read, name), name) for name in names}

@@ -27,7 +27,12 @@ from vexport.checkpoint.hub import (
     side_files,
     translated_errors,
 )
-from vexport.checkpoint.index import MAX_HEADER_BYTES, require_checkpoint, require_config
+from vexport.checkpoint.index import (
+    MAX_HEADER_BYTES,
+    require_checkpoint,
+    require_config,
+    require_weights_found,
+)
 from vexport.errors import EnvironmentFault, InputError, InputErrors
 from vexport.files import user_path
 from vexport.records import OnProgress, silent
@@ -343,4 +348,5 @@ def resolve_drafter(speculative: str, on_progress: OnProgress) -> str:
         return method
     root = resolve_source(name, on_progress)
     require_checkpoint(root)
+    require_weights_found(root)
     return f"{method}={root.absolute()}"

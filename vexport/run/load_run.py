@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.index import require_checkpoint, require_weights_found
 from vexport.checkpoint.source import hub_name, require_source, resolve_source
 from vexport.engine.arguments import require_arguments, require_heads, require_layers
 from vexport.engine.session import EngineFault, log_folder, require_vllm
@@ -101,6 +101,7 @@ def run_folders(loads: Sequence[Load], run_dir: Path | None) -> list[Path | None
 def require_servable(root: Path, serves: Sequence[Serve]) -> None:
     """Raise InputError unless a folder is a checkpoint that vLLM can serve with these settings."""
     require_checkpoint(root)
+    require_weights_found(root)
     require_layers(root)
     for serve in serves:
         require_heads(root, serve.ranks)

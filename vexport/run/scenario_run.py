@@ -1,16 +1,19 @@
 """List the stages of a run in their order, and run a scenario or several schemes."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from vexport.calibration.data import require_rows
+from vexport.checkpoint.index import require_weights_found
 from vexport.checkpoint.source import require_source
 from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, VexportError
+from vexport.errors.extras import attempt_all
 from vexport.evaluation.inputs import scenario_inputs
 from vexport.evaluation.task_settings import require_valid_settings
-from vexport.files import write_text
+from vexport.files import user_path, write_text
 from vexport.formats.schemes import KEEP
 from vexport.inference.options import BASELINE, EngineOptions
 from vexport.inference.requested_tasks import require_tasks
@@ -21,6 +24,7 @@ from vexport.records import ComparedRun
 from vexport.reports.run_record import Report
 from vexport.run.comparison import compared_run, mark_smallest
 from vexport.run.directory import (
+    CHECKPOINT,
     SCENARIO,
     Run,
     RunDirectory,
@@ -68,6 +72,7 @@ def run_scenario(
     require_separate(
         [NamedPath(label="--run-dir", path=folder)], list(scenario_inputs(scenario, file))
     )
+    _require_weights_found(scenario, folder)
     _require_usable(scenario, options)
     require_run_folder(folder)
     with locked_folder(folder, "--run-dir"):
@@ -83,6 +88,17 @@ def run_scenario(
             for stage in STAGES:
                 run.do(stage)
             return run.result(concluding.report)
+
+
+def _require_weights_found(scenario: Scenario, folder: Path) -> None:
+    """Raise InputErrors if vLLM would not find the weights of a model by its path."""
+    evaluate = scenario.evaluate
+    baseline = (evaluate.baseline if evaluate is not None else None) or scenario.source
+    models = [folder / CHECKPOINT]
+    is_on_server = evaluate is not None and evaluate.baseline_endpoint is not None
+    if not is_on_server and user_path(baseline).is_dir():
+        models.append(user_path(baseline))
+    attempt_all([(str(model), partial(require_weights_found, model)) for model in models])
 
 
 def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
