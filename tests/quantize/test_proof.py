@@ -135,7 +135,7 @@ def test_fault_of_source_is_warning(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ran = vexport("quantize", source, out, "--scheme", "W8A16", "--rounding", "nearest")
     assert ran.code == 0
-    assert_contains(ran.stderr, "the unquantized source has the same problem", EXTRA)
+    assert_contains(ran.stderr, "unquantized source has the same problem", f"{EXTRA}.weight_packed")
     (with_source,) = checked(out, "--source", source)
     assert with_source["ok"]
     (alone,) = checked(out)
