@@ -24,7 +24,7 @@ from tests.models import quantize
 from tests.texts import assert_contains
 from vexport.engine.messages import SessionResult
 from vexport.engine.reference import reference_logprobs
-from vexport.evaluation.attribution import attribute
+from vexport.evaluation.attribution import NllRise, attribute
 from vexport.inference.answers import ServedSession
 from vexport.inference.prompts import Prompts, fixed_prompts
 from vexport.records import Attribution, Outcome
@@ -79,15 +79,18 @@ def attribution_of(
     by: Path,
     outcome: Outcome = "FAIL",
     is_late: bool = False,
+    nll_rise: NllRise | None = None,
+    limit: float = LIMIT,
     baseline: Path = DEMO / "model",
 ) -> Attribution:
     """Attribute the loss of `candidate`, whose vLLM results are made from the checkpoint `by`."""
     found = attribute(
         session_of(baseline, prompts, folder / "baseline", by=baseline, noise=0.02),
         session_of(candidate, prompts, folder / "candidate", by=by, noise=0.02),
-        limit=LIMIT,
+        limit=limit,
         outcome=outcome,
         is_late=is_late,
+        nll_rise=nll_rise,
         vllm_python=NO_VLLM,
     )
     assert found is not None
@@ -112,6 +115,34 @@ def test_sound_export_blames_quantization_or_nothing(
     assert found.engine.mean_kl < found.engine.limit
     assert found.noise.mean_kl < found.quantization.mean_kl < LIMIT
     assert found.total.mean_kl == pytest.approx(found.quantization.mean_kl, rel=0.3)
+
+
+@pytest.mark.parametrize("outcome", ["PASS", "INCONCLUSIVE", "FAIL"])
+def test_rise_of_nll_has_a_cause(
+    outcome: Outcome, tmp_path: Path, prompts: Prompts, export: Path
+) -> None:
+    """A rise above its limit is never explained by distances that are all within their limits."""
+    # The demo model is trained on answers alone, so its broken export predicts whole texts better.
+    better = with_swapped_scales(export, tmp_path / "swapped")
+    rise = NllRise(value=0.07, limit=0.05)
+    found = attribution_of(
+        tmp_path,
+        prompts,
+        export,
+        by=export,
+        outcome=outcome,
+        nll_rise=rise,
+        limit=100,
+        baseline=better,
+    )
+    assert found.cause == "quantization"
+    assert_contains(found.reason, "NLL rises by 0.07", "limit 0.05")
+    targets = torch.tensor([token for ids in prompts.tokens for token in ids[1:]])
+    old, new = (
+        torch.log_softmax(computed(model, prompts.tokens), dim=-1).gather(1, targets[:, None])
+        for model in (better, export)
+    )
+    assert_contains(found.reason, f"by {float((old - new).mean()):.3g} from the source")
 
 
 def test_swapped_scales_blame_quantization(tmp_path: Path, prompts: Prompts, export: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.models import save_llama
 from tests.reports import sample
+from tests.texts import assert_contains
 from vexport.checkpoint.index import read_index
 from vexport.records import CheckReport, Outcome
 from vexport.reports import render, render_verdicts
@@ -119,7 +120,7 @@ def test_page_of_verdict_names_the_next_step() -> None:
     """A verdict outside of a run has a next step, unless it is PASS."""
     remedies: dict[Outcome, str] = {
         "FAIL": "scheme with more bits",
-        "INCONCLUSIVE": "Evaluate more documents",
+        "INCONCLUSIVE": "Evaluate about 2,900 documents of",
     }
     for outcome, remedy in remedies.items():
         page = render_verdicts([sample.verdict(outcome)], "html")
@@ -136,4 +137,12 @@ def test_next_step_proposes_documents_only_if_they_help() -> None:
             for task in verdict.tasks
         )
         _, sentence = next_step_of_verdict(replace(verdict, tasks=tasks))
-        assert ("more documents" in sentence) == helps
+        assert ("about 500 documents of addition" in sentence) == helps
+        assert "tasks" not in sentence or not helps
+
+
+def test_next_step_after_missing_tasks() -> None:
+    """If every shared task passes, further documents do not help: a side lacks a task."""
+    verdict = replace(sample.verdict("PASS"), outcome="INCONCLUSIVE")
+    _, sentence = next_step_of_verdict(verdict)
+    assert_contains(sentence, "the same tasks", "--task")

@@ -16,7 +16,7 @@ The distances between these four results show the cause:
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,6 +50,22 @@ ONLY_LATE_LOSS = (
     "tokens, which are not scored in four ways"
 )
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NllRise:
+    """A rise of the mean NLL above its limit, in nats per token, and its parts.
+
+    `by_quantization` is the rise from the source to the exported weights in transformers.
+    `by_engine` is the rise from transformers to vLLM with the exported weights, minus the same rise
+    of the baseline. Their sum is the rise in vLLM on the scored tokens.
+    """
+
+    value: float
+    limit: float
+    by_quantization: float = 0.0
+    by_engine: float = 0.0
+
+
 MODEL_NAMES = {
     1: "transformers, baseline",
     2: "vLLM, baseline",
@@ -64,17 +80,20 @@ def attribute(
     *,
     limit: float,
     outcome: Outcome | None,
+    nll_rise: NllRise | None = None,
     is_late: bool = False,
     vllm_python: Path | None = None,
     on_progress: OnProgress = silent,
 ) -> Attribution | None:
     """Find the cause of a loss. Return None if transformers cannot build one of the models.
 
-    `limit` is the limit of quantization's mean KL. `outcome` is the outcome of the tasks. `is_late`
-    is True if the first tokens of the text's rows pass, and later tokens fail. Only the first
-    tokens are scored here. The two models of transformers are built in this process, unless an
-    earlier step stored their scores. If vLLM disagrees with transformers on the candidate, vLLM's
-    loaders also load the candidate without running it (a dry load).
+    `limit` is the limit of quantization's mean KL. `outcome` is the outcome of the tasks.
+    `nll_rise` is the rise of the NLL if it is above its limit. `is_late` is True if the first
+    tokens of the text's rows pass, and later tokens fail. Only the first tokens are scored here.
+
+    The two models of transformers are built in this process, unless an earlier step stored their
+    scores. If vLLM disagrees with transformers on the candidate, vLLM's loaders also load the
+    candidate without running it (a dry load).
     """
     of_baseline, of_candidate = named("baseline", on_progress), named("candidate", on_progress)
     harness = tuple(differences(baseline, candidate))
@@ -111,9 +130,14 @@ def attribute(
         "engine": replace(engine, limit=limit_of_engine),
         "total": _distance(scores, 2, 4, limit),
     }
+    if nll_rise is not None:
+        targets = [token for tokens in candidate.prompts.tokens for token in tokens[1:]]
+        engine_rise = _rise(scores, 3, 4, targets) - _rise(scores, 1, 2, targets)
+        quantization_rise = _rise(scores, 1, 3, targets)
+        nll_rise = replace(nll_rise, by_quantization=quantization_rise, by_engine=engine_rise)
     needs_evidence = not harness and _exceeds_limit(distances["engine"])
     evidence = _loader_evidence(candidate, vllm_python, of_candidate) if needs_evidence else ()
-    cause, reason = _find_cause(distances, harness, evidence, outcome, is_late=is_late)
+    cause, reason = _find_cause(distances, harness, evidence, outcome, nll_rise, is_late=is_late)
     return Attribution(cause=cause, reason=reason, **distances, harness=harness, evidence=evidence)
 
 
@@ -122,6 +146,7 @@ def _find_cause(
     harness: Sequence[str],
     evidence: Sequence[str],
     outcome: Outcome | None,
+    nll_rise: NllRise | None,
     *,
     is_late: bool,
 ) -> tuple[Cause, str]:
@@ -147,6 +172,8 @@ def _find_cause(
             "quantization",
             f"the exported weights differ from the source's by {_kl_with_limit(quantization)}",
         )
+    if nll_rise is not None and not is_late:
+        return _cause_of_rise(nll_rise)
     if outcome != "FAIL":
         return "none", "quantization, engine and noise are all within their limits"
     if is_late:
@@ -160,6 +187,25 @@ def _find_cause(
         "the tasks fail, but all four log-probabilities agree: compare the prompts of both models, "
         "and how lm-eval extracts the answers from their responses"
     )
+
+
+def _rise(
+    scores: dict[int, torch.Tensor], reference: int, measured: int, targets: Sequence[int]
+) -> float:
+    """Return the rise of the mean NLL of the tokens `targets`, one for each row of the scores."""
+    chosen = torch.tensor(targets)[:, None]
+    old, new = (scores[number].gather(1, chosen) for number in (reference, measured))
+    return float((old - new).mean())
+
+
+def _cause_of_rise(rise: NllRise) -> tuple[Cause, str]:
+    """Return the larger part of a rise of the NLL as its cause. No KL is above its limit."""
+    words = (
+        f"the NLL rises by {rise.value:.3g} nats per token (limit {rise.limit:g}), although every "
+        f"KL is within its limit: by {rise.by_quantization:.3g} from the source to the exported "
+        f"weights in transformers, and by {rise.by_engine:.3g} more in vLLM"
+    )
+    return "quantization" if rise.by_quantization >= rise.by_engine else "kernel", words
 
 
 def _reference(side: ServedSession, on_progress: OnProgress) -> torch.Tensor:

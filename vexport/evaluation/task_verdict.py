@@ -274,7 +274,10 @@ def _remedies(
 def _likely_cause(is_templated: bool | None) -> str:
     """Return the likely cause of a baseline that has hardly anything to lose."""
     if is_templated:
-        return "the chat template: evaluate without it (--no-apply-chat-template)"
+        return (
+            "that the task is too hard for the model, or does not fit the chat template: choose a "
+            "task that the model can do"
+        )
     if is_templated is False:
         return (
             "that the task is too hard for the model, or its prompts have an unfamiliar format: "

@@ -431,13 +431,14 @@ class TaskVerdict:
         """Remedy for an INCONCLUSIVE outcome, or "" without a remedy."""
         if self.documents_needed is None:
             return ""
+        settling = f"{about(self.documents_needed)} documents would settle it"
         if not self.has_too_few_documents:
-            return f"{about(self.documents_needed)} documents would settle it"
+            return settling
         available = plural(self.documents_available or 0, "document")
-        remedy = f"even all {available} of the task would not settle it: add tasks"
+        remedy = f"{settling}, but the task has only {available}: use a larger task"
         if self.settling_margin is None:
             return remedy
-        return f"{remedy}, or use a margin of {100 * self.settling_margin:.3g} points"
+        return f"{remedy}, or a margin of {100 * self.settling_margin:.3g} points"
 
 
 TextMeasure = Literal[

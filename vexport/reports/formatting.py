@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vexport.formats.plan import Plan
 from vexport.records import EngineInfo, ExpertCoverage, Outcome, Verdict
-from vexport.records.values import decimals_of, plural
+from vexport.records.values import about, decimals_of, join_limited, plural
 
 if TYPE_CHECKING:
     from vexport.records import Attribution, Comparison, Prompting, TaskVerdict, TextLimit, Verdict
@@ -273,17 +273,34 @@ def _remedy(outcome: Outcome, verdict: Verdict | None) -> str:
         return "Raise max_gen_toks until responses end by themselves, and evaluate again."
     if any(task.uninformative for task in tasks):
         return (
-            "Use the prompt format that the models were trained with (apply_chat_template), or "
-            "choose easier tasks."
+            "Choose tasks that the baseline can do, in the prompt format that it was trained with."
         )
     if outcome == "INCONCLUSIVE":
-        unsettled = [task for task in tasks if task.outcome == "INCONCLUSIVE"]
-        if unsettled and not any(map(_can_be_settled, unsettled)):
-            return "Evaluate other tasks or held-out text, or accept a larger loss."
-        return "Evaluate more documents, tasks or held-out text, or accept a larger loss."
+        return _remedy_of_open_tasks(tasks)
     if verdict and verdict.text and verdict.text.fails_late:
         return f"{LATE_FAILURE_ADVICE[0].upper()}{LATE_FAILURE_ADVICE[1:]}."
     return ""
+
+
+def _remedy_of_open_tasks(tasks: Sequence["TaskVerdict"]) -> str:
+    """Return advice on an INCONCLUSIVE outcome.
+
+    Each task must pass by itself, so further tasks do not help. Without tasks, the outcome is of
+    held-out text. If no task is open, a side lacks tasks.
+    """
+    if not tasks:
+        return "Read more rows of the text (--text-rows), or accept a larger loss."
+    unsettled = [task for task in tasks if task.outcome == "INCONCLUSIVE"]
+    if not unsettled:
+        return "Evaluate the same tasks with both models, or select tasks with --task."
+    needed = [
+        f"{about(task.documents_needed or 0)} documents of {task.task}"
+        for task in unsettled
+        if _can_be_settled(task)
+    ]
+    if needed:
+        return f"Evaluate {join_limited(needed, ' and ', _MAX_TASKS)}, or accept a larger loss."
+    return "Use larger tasks or held-out text in their place, or accept a larger loss."
 
 
 def _can_be_settled(task: "TaskVerdict") -> bool:

@@ -4,7 +4,7 @@ import logging
 import time
 from dataclasses import replace
 
-from vexport.evaluation.attribution import attribute
+from vexport.evaluation.attribution import NllRise, attribute
 from vexport.evaluation.held_out import decide_on_text
 from vexport.evaluation.verdict import decide
 from vexport.inference.answers import Answers, ServedSession
@@ -63,12 +63,14 @@ def cause_of(
     options: EngineOptions,
     seconds: float,
     *,
+    nll_rise: float | None,
     is_late: bool,
 ) -> Attribution | None:
     """Find the cause of a loss, given the outcome.
 
-    `is_late` is True if the first tokens of each row pass and later tokens fail. Returns None if
-    vLLM refused a model, or if the search took more than `seconds`.
+    `nll_rise` is the rise of the NLL in nats per token, if it was measured. `is_late` is True if
+    the first tokens of each row pass and later tokens fail. Returns None if vLLM refused a model,
+    or if the search took more than `seconds`.
     """
     if not baseline.is_scored or not candidate.is_scored:
         return None
@@ -86,6 +88,9 @@ def cause_of(
             candidate,
             limit=settings.kl_limit,
             outcome=outcome,
+            nll_rise=NllRise(value=nll_rise, limit=settings.nll_limit)
+            if nll_rise is not None and nll_rise > settings.nll_limit
+            else None,
             is_late=is_late,
             vllm_python=options.vllm_python,
             on_progress=report_progress,

@@ -157,8 +157,18 @@ def attribute(run: Run) -> Attribution | None:
         outcome,
         run.options,
         run.attribution_settings.seconds,
+        nll_rise=_nll_rise(run),
         is_late=text is not None and text.fails_late,
     )
+
+
+def _nll_rise(run: Run) -> float | None:
+    """Return the rise of the NLL: on the held-out text in its worst bucket, or on the prompts."""
+    verdict = run.get(serving.judge)
+    if verdict is not None and verdict.text is not None:
+        return max((limit.value for limit in verdict.text.limits if limit.is_rise), default=None)
+    drift = run.get(serving.measure_drift)
+    return drift.nll_rise if drift is not None else None
 
 
 @partial(Stage, "report", Report, writes=(REPORT_FILE, *RENDERED), when=_has_outcome)
