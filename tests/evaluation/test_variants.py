@@ -6,6 +6,8 @@ FakeEngine replaces vLLM. It copies real results of lm-eval.
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import jsonschema
@@ -13,6 +15,8 @@ import pytest
 import yaml
 
 from tests.command import ROOT, Ran, vexport
+from tests.texts import assert_contains
+from vexport.engine.arguments import UNKNOWN
 from vexport.engine.installed import installed_text
 from vexport.engine.messages import EngineFailure, SessionResult
 from vexport.engine.session import EngineFault
@@ -22,7 +26,7 @@ from vexport.inference.prompts import Prompts
 from vexport.inference.response_sources import EngineSource, Questions
 from vexport.outputs.manifest import record
 from vexport.run.directory import KIND
-from vexport.run.stages.variants import folder_names
+from vexport.run.stages.variants import folder_names, require_known_arguments
 from vexport.scenario import Serve, Variants, read_scenario
 
 DEMO = ROOT / "scenarios" / "demo"
@@ -328,6 +332,62 @@ def test_server_and_missing_checkpoint_are_refused(tmp_path: Path) -> None:
         ran = vexport("compare", name, *settings, "--run-dir", tmp_path / "run")
         assert ran.code == 2
         assert message in ran.errors[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProblems:
+    """Checks of vLLM by interpreters in `lacking`, which do not have the arguments in `names`."""
+
+    names: tuple[str, ...]
+    lacking: tuple[Path | None, ...]
+
+    def find(self, serves: list[Serve], python: Path | None) -> list[tuple[VexportError, ...]]:
+        return [
+            tuple(
+                InputError(name, got=UNKNOWN, need="an argument", fix="use it (meant block_size)")
+                for name in self.names
+                if name in serve.given and python in self.lacking
+            )
+            for serve in serves
+        ]
+
+
+def test_unknown_argument_is_an_error_before_any_engine(
+    fake: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A misspelled argument is no row, also if an earlier variant could be served."""
+    engine = EngineProblems(names=("blok_size",), lacking=(None,))
+    monkeypatch.setattr("vexport.run.stages.variants.find_problems", engine.find)
+    ran = compare(fake, tmp_path / "run", settings=("{}", "blok_size=32"))
+    assert ran.code == 2
+    assert_contains(ran.errors[0], "setting blok_size=32", "unknown argument", "meant block_size")
+    assert fake.requested == []
+
+
+def test_argument_of_a_newer_version_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument counts as known if any compared vLLM has it."""
+    new = Path("new/bin/python")
+    settings = [{"blok_size": 1}, {"other": 2}]
+    variants = Variants.model_validate({"serve": settings, "vllm_python": [new]})
+    for lacking, refused in (((None,), False), ((None, new), True)):
+        engine = EngineProblems(names=("blok_size",), lacking=lacking)
+        monkeypatch.setattr("vexport.run.stages.variants.find_problems", engine.find)
+        with pytest.raises(InputError, match="blok_size") if refused else nullcontext():
+            require_known_arguments(variants.matrix(Serve(), None))
+
+
+def test_options_of_eval_apply_to_all_variants(fake: FakeEngine, tmp_path: Path) -> None:
+    options = ("--engine-arg", "block_size=32", "--max-num-seqs", "3", "--num-fewshot", "0")
+    ran = compare(
+        fake,
+        tmp_path / "run",
+        *options,
+        *("--system-instruction", "Add.", "--margin", "0.2", "--format", "json"),
+        settings=("{}", "load_format=twin"),
+    )
+    assert [row["outcome"] for row in rows_of(ran)] == ["BASELINE", "PASS"], ran.stderr
+    shared = {"max_num_seqs": 3, "block_size": 32}
+    assert fake.checked == [shared, {**shared, "load_format": "twin"}]
 
 
 def test_matrix_order_and_names() -> None:

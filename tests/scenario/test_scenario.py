@@ -240,20 +240,17 @@ def test_all_contradictions_and_refusals_at_once(tmp_path: Path) -> None:
     serve = (
         "{tensor_parallel_size: 2, gpu_memory_utilization: 1.5, engine_args: "
         "{tensor_parallel_size: 4, "
-        "enable_prefix_caching: true, seed: 3, model: x, load_format: dummy}}"
+        "logprobs_mode: raw_logits, seed: 3, model: x, load_format: dummy}}"
     )
     lines = problems(tmp_path, SERVED.format(source=DEMO, serve=serve))
     found = {line.partition("serve.")[2].partition(":")[0]: line for line in lines}
     assert list(found) == [
         "gpu_memory_utilization",
-        *(
-            f"engine_args.{name}"
-            for name in ("tensor_parallel_size", "enable_prefix_caching", "seed")
-        ),
+        *(f"engine_args.{name}" for name in ("tensor_parallel_size", "logprobs_mode", "seed")),
         *(f"engine_args.{name}" for name in ("model", "load_format")),
     ]
     assert "got 4, need 2" in found["engine_args.tensor_parallel_size"]
-    assert "log-probabilities" in found["engine_args.enable_prefix_caching"]
+    assert "log-probabilities" in found["engine_args.logprobs_mode"]
     assert "need evaluate.seed" in found["engine_args.seed"]
 
 

@@ -20,7 +20,13 @@ from vexport.cli.base import (
     progress_display,
     text_width,
 )
-from vexport.cli.engine import VLLM_PYTHON, interpreters_option, session_options
+from vexport.cli.engine import (
+    VLLM_PYTHON,
+    Session,
+    interpreters_option,
+    serve_options,
+    session_options,
+)
 from vexport.cli.options import (
     FORMATS,
     PATH,
@@ -112,7 +118,7 @@ _evaluate_options = stacked(
 )
 
 
-@command(unlisted=("timeout", "num_fewshot", "system_instruction", "max_gen_toks"))
+@command(unlisted=("canaries", "timeout"))
 @click.argument("source", metavar="SOURCE|CHECKPOINT")
 @option(
     "--schemes",
@@ -132,6 +138,7 @@ _evaluate_options = stacked(
 )
 @_evaluate_options
 @chat_template_option
+@serve_options
 @session_options
 @option(
     "--run-dir",
@@ -146,6 +153,8 @@ def compare(
     schemes: tuple[str, ...] | None,
     interpreters: Interpreters,
     scenario_file: Path | None,
+    tp: int | None,
+    session: Session,
     run_directory: RunDirectory,
     output: OutputOptions,
 ) -> None:
@@ -170,7 +179,9 @@ def compare(
       vexport compare OUT --vllm-python new/bin/python --task gsm8k
     """
     if schemes is None:
-        _compare_variants(source, interpreters, scenario_file, run_directory, output)
+        scenario = _read_scenario(scenario_file, interpreters)
+        shared = session.serve(tp, scenario.serve if scenario else None)
+        _compare_variants(source, interpreters, scenario, shared, run_directory, output)
     else:
         _compare_schemes(source, schemes, interpreters, scenario_file, run_directory, output)
 
@@ -235,6 +246,8 @@ def _require_no_options_of_variants(
     others = option_names("evaluate", "serve")
     if given("chat_template"):
         others.append("--chat-template")
+    if click.get_current_context().params["engine_args"]:
+        others.append("--engine-arg")
     if others:
         raise click.UsageError(
             f"{', '.join(others)}: with --schemes, tasks and settings come from --scenario FILE."
@@ -250,20 +263,22 @@ def _require_no_options_of_variants(
 def _compare_variants(
     checkpoint: str,
     interpreters: Interpreters,
-    scenario_file: Path | None,
+    scenario: "Scenario | None",
+    shared: "Serve",
     run_directory: RunDirectory,
     output: OutputOptions,
 ) -> None:
-    """Serve CHECKPOINT in each variant, and print the table of the variants."""
+    """Serve CHECKPOINT in each variant, and print the table of the variants.
+
+    `shared` are the settings of vLLM that all variants share.
+    """
     from vexport.engine.session import require_engine
     from vexport.evaluation.inputs import evaluation_inputs, require_inputs
     from vexport.outputs.replaceable import NamedPath
     from vexport.reports import render_variants
 
-    scenario = _read_scenario(scenario_file, interpreters)
     serve, others = _variants(scenario, interpreters)
     settings = _evaluate(scenario)
-    shared = _shared_serve(scenario)
     folder = run_directory.run_dir or Path("runs") / f"variants-{_folder_name(checkpoint)}"
     inputs = list(evaluation_inputs(settings, "--task"))
     written = [NamedPath(label="--run-dir", path=folder)]
@@ -372,16 +387,6 @@ def _evaluate(scenario: "Scenario | None") -> "Evaluate":
 # Keys of a scenario's `evaluate` that variants do not use: the baseline is the first variant, and
 # all variants run on this machine.
 _NOT_SHARED = {"baseline", "endpoint", "baseline_endpoint"}
-
-
-def _shared_serve(scenario: "Scenario | None") -> "Serve":
-    """Return the settings of vLLM that all variants share."""
-    from vexport.scenario import Serve
-    from vexport.scenario.serve import with_options
-
-    options = click.get_current_context().params
-    shared = {key: options[key] for key in ("max_model_len", "timeout")}
-    return with_options(scenario.serve if scenario else Serve(), shared, {})
 
 
 def _folder_name(checkpoint: str) -> str:

@@ -44,11 +44,13 @@ class Session:
     engine_args: "dict[str, JsonValue]"
     timeout: int | None
     max_model_len: int | None
+    canaries: bool | None
 
-    def serve(self, tp: int | None) -> "Serve":
+    def serve(self, tp: int | None, scenario: "Serve | None" = None) -> "Serve":
         """Return the settings of an engine on `tp` devices.
 
-        Raises InputErrors if the settings contradict each other.
+        They override the settings of a scenario. Raises InputErrors if the settings contradict each
+        other.
         """
         from vexport.scenario.serve import Serve, with_options
 
@@ -56,8 +58,9 @@ class Session:
             "tensor_parallel_size": tp,
             "max_model_len": self.max_model_len,
             "timeout": self.timeout,
+            "canaries": self.canaries,
         }
-        return with_options(Serve(), given, self.engine_args)
+        return with_options(scenario or Serve(), given, self.engine_args)
 
 
 def _engine_args(
@@ -142,6 +145,8 @@ interpreters_option = stacked(
     trust_option,
 )
 session_options = stacked(
-    setting_option("serve", "max_model_len"), setting_option("serve", "timeout")
+    setting_option("serve", "max_model_len"),
+    setting_option("serve", "canaries"),
+    setting_option("serve", "timeout"),
 )
 serve_options = stacked(setting_option("serve", "tensor_parallel_size"), engine_arg_option)

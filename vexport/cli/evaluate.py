@@ -107,7 +107,7 @@ def _is_accepted(path: Path) -> bool:
 
 
 # Rarely needed: only the reference lists them.
-@command("eval", unlisted=("attribution_seconds", "timeout"))
+@command("eval", unlisted=("attribution_seconds", "canaries", "timeout"))
 @click.argument("checkpoints", metavar="CHECKPOINT|URL...", nargs=-1, required=True)
 @option(
     "--baseline",

@@ -141,9 +141,11 @@ def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
             raise click.UsageError(
                 f"{name} needs --dry. A real load uses the devices of this machine, without drafts."
             )
-    if dry and (session.max_model_len or session.engine_args or mode != "eager"):
+    has_settings = session.max_model_len or session.engine_args or session.canaries is not None
+    if dry and (has_settings or mode != "eager"):
         raise click.UsageError(
-            "--max-model-len, --engine-arg and --mode need an engine, and --dry starts none."
+            "--max-model-len, --engine-arg, --canaries and --mode need an engine, and --dry starts "
+            "none."
         )
     if "enforce_eager" in session.engine_args:
         raise click.UsageError(

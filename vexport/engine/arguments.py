@@ -25,6 +25,8 @@ from vexport.scenario.serve import Serve
 
 # Arguments that every vLLM version has and `Serve` has already checked.
 _ALREADY_CHECKED = {"max_model_len", "enforce_eager"}
+UNKNOWN = "an unknown argument"
+"""The `got` of an error for an argument that this vLLM does not have."""
 
 
 def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None:
@@ -130,15 +132,31 @@ def problems_of(request: ArgumentSet) -> Iterator[VexportError]:
     known = {
         field.name: field.type for field in dataclasses.fields(EngineArgs) if field.name[0] != "_"
     }
+    yield from _prefix_caching(request, version)
     for name, value in request.arguments.items():
         where = f"vLLM's argument {name}"
         if name not in known:
             need = f"an engine argument of vLLM {version}"
             fix = f"remove the argument{nearest_hint(name, [*known])}"
-            yield InputError(where, got="an unknown argument", need=need, fix=fix)
+            yield InputError(where, got=UNKNOWN, need=need, fix=fix)
         elif value is not None and (need := type_problem(known[name], value)):
             yield InputError(where, got=json.dumps(value), need=need, fix="correct the value")
     yield from _devices(request)
+
+
+def _prefix_caching(request: ArgumentSet, version: str) -> Iterator[InputError]:
+    """Yield an error for a prefix cache, unless vLLM skips it to score the tokens of a prompt."""
+    from vllm import SamplingParams
+
+    if not request.arguments.get("enable_prefix_caching"):
+        return
+    if not getattr(SamplingParams(prompt_logprobs=1), "skip_reading_prefix_cache", False):
+        yield InputError(
+            "vLLM's argument enable_prefix_caching",
+            got="true",
+            need=f"false: vLLM {version} returns no log-probabilities of cached prompts",
+            fix="remove it, or use a newer vLLM",
+        )
 
 
 def _devices(request: ArgumentSet) -> Iterator[VexportError]:

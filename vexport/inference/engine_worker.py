@@ -4,6 +4,7 @@ Runs in any environment with vLLM (`--vllm-python`). Only tasks need lm-eval.
 """
 
 import sys
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Never
 
@@ -31,7 +32,12 @@ def ask_engine(
 
     model = EngineModel(llm, StoredResponses(None), on_progress)
     if request.canaries:
-        result = replace(result, canaries=run_canaries(llm, request, on_progress))
+        start = time.perf_counter()
+        canaries = run_canaries(llm, request, on_progress)
+        seconds = time.perf_counter() - start
+        assert result.engine is not None
+        engine = replace(result.engine, canary_seconds=seconds)
+        result = replace(result, engine=engine, canaries=canaries)
     if request.logprob_prompts and request.logprobs_file is not None:
         write_logprobs(llm, request.logprob_prompts, request.logprobs_file, on_progress)
         result = replace(result, logprobs_file=request.logprobs_file)

@@ -174,7 +174,7 @@ class EngineSource(RunningModel):
         engine_request = self._engine_request(settings)
         request = replace(
             engine_request,
-            canaries=prompts.texts,
+            canaries=prompts.texts if self.options.serve.canaries else (),
             logprob_prompts=prompts.tokens,
             logprobs_file=add_to_manifest(folder / LOGPROBS),
             lm_eval=questions.lm_eval,

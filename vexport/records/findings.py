@@ -125,7 +125,8 @@ class EngineInfo:
     `compilation` is vLLM's name of the compilation mode (NONE in eager mode). `settings` maps the
     engine's arguments, defaults included, to their values as text. `input_bits` is the smallest
     number of bits to which a kernel rounds its layer's input, or None if no kernel reports it.
-    `blind_spots` lists properties that cannot be tested on this platform.
+    `blind_spots` lists properties that cannot be tested on this platform. `canary_seconds` is the
+    time of the canaries, 0 without canaries.
     """
 
     vllm: str
@@ -142,6 +143,7 @@ class EngineInfo:
     input_bits: int | None = None
     blind_spots: tuple[str, ...]
     start_seconds: float
+    canary_seconds: float = 0.0
 
     @property
     def device(self) -> str:

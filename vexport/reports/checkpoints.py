@@ -26,7 +26,15 @@ from vexport.records.gates import (
 from vexport.reports import document as doc
 from vexport.reports.document import facts, muted, parts, row, table
 from vexport.reports.findings import check_target
-from vexport.reports.formatting import count, engine_line, percent, served_with, size, small
+from vexport.reports.formatting import (
+    count,
+    duration,
+    engine_line,
+    percent,
+    served_with,
+    size,
+    small,
+)
 
 CheckpointReport = CheckReport | LoadReport | DryLoadReport
 T = TypeVar("T", bound=CheckpointReport)
@@ -138,6 +146,9 @@ def load_facts(load: LoadReport) -> doc.Facts:
             f"{percent(agreement.top1_agreement)} over {agreement.positions} positions",
         )
         if agreement
+        else None,
+        ("canaries", f"{duration(engine.canary_seconds)} (--no-canaries leaves them out)")
+        if engine and engine.canary_seconds
         else None,
         ("log", load.log_tail) if load.log_tail else None,
     )

@@ -36,7 +36,7 @@ from vexport.run.directory import (
 from vexport.run.options import DEFAULT_ATTRIBUTION, AttributionSettings
 from vexport.run.stages import concluding, serving
 from vexport.run.stages.order import STAGES_UP_TO_VERDICT
-from vexport.run.stages.variants import compare_variants_of_run
+from vexport.run.stages.variants import compare_variants_of_run, require_known_arguments
 from vexport.scenario import Scenario
 
 STAGES: tuple[Stage[object], ...] = (
@@ -112,6 +112,8 @@ def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
         require_valid_settings(scenario.evaluate, require_tasks(scenario.evaluate, options))
     require_source(scenario.source)
     require_arguments([options.serve], options.vllm_python)
+    if scenario.variants is not None:
+        require_known_arguments(scenario.variants.matrix(options.serve, options.vllm_python))
 
 
 def _keep_scenario(file: Path, folder: Path) -> None:

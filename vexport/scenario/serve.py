@@ -48,10 +48,6 @@ _RESERVED: Mapping[str, tuple[Sequence[JsonValue], str]] = {
     "trust_remote_code": ((False,), "the option --trust-remote-code instead"),
     "hf_token": ((), "the environment variable HF_TOKEN instead: reports list all arguments"),
     "seed": ((), "evaluate.seed instead, which sets the seed of vLLM and of lm-eval"),
-    "enable_prefix_caching": (
-        (False,),
-        "false: vLLM returns no log-probabilities of cached prompts",
-    ),
     "max_logprobs": ((-1,), "-1: vexport compares log-probabilities of the whole vocabulary"),
     "logprobs_mode": (("raw_logprobs",), "raw_logprobs: lm-eval scores raw log-probabilities"),
     "generation_config": (("auto", "vllm"), _SAMPLING),
@@ -142,6 +138,14 @@ class Serve(ScenarioSection):
         Field(min_length=1),
         Key("Devices of the dry load: `cpu`, and compute capabilities such as `sm90`."),
     ] = ("cpu",)
+    canaries: Annotated[
+        bool,
+        Option(
+            "Continue fixed prompts by 200 tokens in each engine, to find degenerate output.",
+            "vLLM",
+            more="See [canary](load.md#canary).",
+        ),
+    ] = True
     timeout: Annotated[Positive, Option("Maximum number of seconds per engine.", "vLLM")] = 3600
 
     @model_validator(mode="before")

@@ -192,6 +192,8 @@ def _session_inputs(run: Run, *, role: str) -> Digests:
     digests = {f"`{setting}`": value_digest(value) for setting, value in evaluation.items()}
     if settings.text is not None:
         digests["content of `text`"] = data_digest(Calibration(data=settings.text))
+    if not run.engine(role).serve.canaries:
+        digests["`serve.canaries`"] = value_digest(False)
     return {
         **_model_inputs(run, role),
         **digests,

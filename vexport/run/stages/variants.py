@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from vexport.engine.arguments import find_problems, require_heads
+from vexport.engine.arguments import UNKNOWN, find_problems, require_heads
 from vexport.engine.installed import installed_text
 from vexport.engine.session import EngineFault
 from vexport.errors import (
@@ -25,6 +25,7 @@ from vexport.errors import (
     Inconclusive,
     InputError,
     VexportError,
+    raise_all,
 )
 from vexport.files import digest_bytes, from_json, to_json, write_text
 from vexport.inference.answers import ServedSession
@@ -183,7 +184,7 @@ def serve_variants(comparing: VariantComparison) -> VariantResults:
     stop the others.
 
     Raises:
-        InputError: an earlier call began with other inputs.
+        InputError: an earlier call began with other inputs, or vLLM does not have an argument.
         EnvironmentFault: the environment fails for the first variant. A refusal by vLLM is a row.
     """
     runs = comparing.runs()
@@ -194,7 +195,8 @@ def serve_variants(comparing: VariantComparison) -> VariantResults:
         run.require_same_inputs(serve_candidate)
     refused = _kept_refusals(runs)
     problems = _find_problems(comparing.variants, _pending(runs) - refused.keys())
-    first = _serve_first(comparing, runs[0], problems.get(0), refused.get(0))
+    _require_known(comparing.variants, problems)
+    first = _serve_first(comparing, runs[0], _first(problems, 0), refused.get(0))
     if first.outcome == "REFUSED":
         return VariantResults(rows=(first,))
     rows = [first]
@@ -203,7 +205,9 @@ def serve_variants(comparing: VariantComparison) -> VariantResults:
         variant = comparing.variants[number]
         detail = f"variants{PROGRESS_DETAIL}{variant_name(variant)}"
         comparing.options.on_progress(detail, number, len(comparing.variants))
-        row, fault = _compare_with_first(run, variant, problems.get(number), refused.get(number))
+        row, fault = _compare_with_first(
+            run, variant, _first(problems, number), refused.get(number)
+        )
         rows.append(row)
         if fault is not None:
             faults.append(fault)
@@ -258,8 +262,17 @@ def _session_of(role: str) -> Stage[ServedSession]:
     return serve_baseline if role == BASELINE else serve_candidate
 
 
-def _find_problems(variants: Sequence[Variant], pending: set[int]) -> Mapping[int, VexportError]:
-    """Return the first problem of each pending variant with arguments that vLLM does not accept.
+def require_known_arguments(variants: Sequence[Variant]) -> None:
+    """Raise InputErrors for arguments that no vLLM has with which their setting is served."""
+    _require_known(variants, _find_problems(variants, {*range(len(variants))}))
+
+
+Problems = Mapping[int, tuple[VexportError, ...]]
+"""Number of a variant -> the problems with its arguments."""
+
+
+def _find_problems(variants: Sequence[Variant], pending: set[int]) -> Problems:
+    """Return the problems of each pending variant with arguments that vLLM does not accept.
 
     vLLM is started once for each interpreter. If vLLM does not start, every pending variant of this
     interpreter gets the error.
@@ -267,16 +280,39 @@ def _find_problems(variants: Sequence[Variant], pending: set[int]) -> Mapping[in
     by_python: dict[Path | None, list[int]] = {}
     for number in sorted(pending):
         by_python.setdefault(variants[number].vllm_python, []).append(number)
-    found: dict[int, VexportError] = {}
+    found: dict[int, tuple[VexportError, ...]] = {}
     for python, numbers in by_python.items():
         try:
             problems = find_problems([variants[number].serve for number in numbers], python)
         except EnvironmentFault as fault:
             problems = [(fault,)] * len(numbers)
-        for number, of_variant in zip(numbers, problems, strict=True):
-            if of_variant:
-                found[number] = of_variant[0]
-    return found
+        found |= dict(zip(numbers, problems, strict=True))
+    return {number: problems for number, problems in found.items() if problems}
+
+
+def _first(problems: Problems, number: int) -> VexportError | None:
+    return next(iter(problems.get(number, ())), None)
+
+
+def _require_known(variants: Sequence[Variant], problems: Problems) -> None:
+    """Raise InputErrors for the arguments of a setting that every vLLM refuses as unknown.
+
+    An argument that only some of the compared versions have is no error: these variants are rows.
+    """
+    by_setting: dict[str, list[int]] = {}
+    for number, variant in enumerate(variants):
+        by_setting.setdefault(variant.setting, []).append(number)
+    errors: list[InputError] = []
+    for setting, numbers in by_setting.items():
+        unknown = [
+            {error.where: error for error in problems.get(number, ()) if error.got == UNKNOWN}
+            for number in numbers
+        ]
+        for where, error in unknown[0].items():
+            if all(where in each for each in unknown):
+                place = f"setting {setting}: {where}"
+                errors.append(InputError(place, got=error.got, need=error.need, fix=error.fix))
+    raise_all(errors)
 
 
 def _serve_first(
