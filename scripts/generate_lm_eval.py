@@ -26,7 +26,7 @@ def signature_of(model: type) -> dict[str, inspect.Parameter]:
     found: dict[str, inspect.Parameter] = {}
     for each in model.__mro__:
         if "__init__" in vars(each):
-            parameters = inspect.signature(each.__init__).parameters
+            parameters = inspect.signature(vars(each)["__init__"]).parameters
             found = {**parameters, **found}
             if all(value.kind != value.VAR_KEYWORD for value in parameters.values()):
                 break
