@@ -260,7 +260,8 @@ def hub_tensors(
     if config.model_type in RENAMED:
         old, new = RENAMED[config.model_type]
         tensors = {name.replace(old, new): value for name, value in tensors.items()}
-    if getattr(config.get_text_config(), "tie_word_embeddings", config.tie_word_embeddings):
+    tied = getattr(config, "tie_word_embeddings", False)
+    if getattr(config.get_text_config(), "tie_word_embeddings", tied):
         tensors = {
             name: value for name, value in tensors.items() if not name.endswith("lm_head.weight")
         }
@@ -352,7 +353,11 @@ def save_family(name: str, folder: Path, **changes: object) -> Path:
 
     `changes` apply to its language model's config.
     """
-    family = FAMILIES[name]
+    return save(FAMILIES[name], folder, **changes)
+
+
+def save(family: Family, folder: Path, **changes: object) -> Path:
+    """Save a micro model of a family that may not be in FAMILIES."""
     config = family.config(**changes)
     architecture, tensors = hub_tensors(config)
     if family.draft:

@@ -90,8 +90,14 @@ def lookup_names(layer: FusedLayer, architecture: Architecture) -> tuple[str, ..
 
 
 def part_names(name: str, architecture: Architecture) -> tuple[str, ...]:
-    """Return the names of the linear layers that vLLM's class fuses into a module of this name."""
+    """Return the names of the linear layers that vLLM's class fuses into a module of this name.
+
+    A class may name a dense module as vLLM names the fused projections of experts (`w13`). The
+    module's parts are not parts of experts.
+    """
     prefix, dot, projection = name.rpartition(".")
+    if moe_layer(name) is not None:
+        return ()
     return tuple(f"{prefix}{dot}{part}" for part in architecture.fused.get(projection, ()))
 
 

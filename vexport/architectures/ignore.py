@@ -48,6 +48,7 @@ def ignored(
       Another vLLM class runs the layer, and may fuse and name its modules differently (Glm4MoeMTP,
       Step3p5MTP).
     - If vLLM looks up a module by a different name than the file has, the list also has this name.
+    - No entry matches a quantized layer. Names take the place of a pattern that is too wide.
     """
     linears = [member for layer in layers for member in layer.members]
     stacks = {parent_of_layers(member) for member in linears if names.in_decoder(member)}
@@ -69,11 +70,29 @@ def ignored(
             entries = (f"re:{outside}",)
         else:
             entries = tuple(_entries(layer, names, quantized))
+        entries = tuple(_without_quantized(entries, _names(layer, names), quantized))
         patterns.update(dict.fromkeys(entries))
         patterns.update(dict.fromkeys(extra_lookup_entries(layer, entries, names.architecture)))
     for tensor in opaque:
-        patterns.update(dict.fromkeys(_experts_around(tensor, names, quantized)))
+        entries = tuple(_experts_around(tensor, names, quantized))
+        module = tensor.removesuffix(".weight")
+        patterns.update(dict.fromkeys(_without_quantized(entries, (module,), quantized)))
     return tuple(patterns)
+
+
+def _without_quantized(
+    entries: Iterable[str], modules: Iterable[str], quantized: Sequence[str]
+) -> Iterator[str]:
+    """Yield the entries for `modules`, with their names if a pattern matches a quantized layer.
+
+    vLLM would run this layer unquantized, and misread its tensors.
+    """
+    for entry in entries:
+        pattern = entry.removeprefix("re:")
+        if pattern != entry and matches_any(pattern, quantized):
+            yield from modules
+        else:
+            yield entry
 
 
 def _quantized_names(layers: Sequence[FusedLayer], kept: Set[str], names: Names) -> tuple[str, ...]:
@@ -100,9 +119,14 @@ def _entries(layer: FusedLayer, names: Names, quantized: Sequence[str]) -> Itera
     if layer.experts is not None:
         yield from patterns_below(layer.experts, r"\..*", names.architecture, quantized)
         return
-    yield from lookup_names(layer, names.architecture)
-    if len(layer.members) > 1 and layer.projection not in names.architecture.resolved:
-        yield layer.name
+    yield from _names(layer, names)
+
+
+def _names(layer: FusedLayer, names: Names) -> tuple[str, ...]:
+    """Return the names by which vLLM looks up a layer."""
+    members = tuple(lookup_names(layer, names.architecture))
+    is_fused = len(layer.members) > 1 and layer.projection not in names.architecture.resolved
+    return (*members, layer.name) if is_fused else members
 
 
 def parent_of_layers(module: str) -> str:
