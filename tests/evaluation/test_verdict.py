@@ -1,5 +1,6 @@
 """Verdicts: reasons, numbers, and error rates."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,12 +14,13 @@ from tests.reports import sample
 from tests.texts import assert_contains
 from vexport.evaluation.pairs import TaskPair
 from vexport.evaluation.results import Sample
-from vexport.evaluation.task_verdict import MAX_FLIPS, compare_task
+from vexport.evaluation.task_verdict import MAX_FLIPS, compare_task, difference_interval
 from vexport.evaluation.verdict import holm_levels, overall_outcome, reason_for
 from vexport.evaluation.verdict import judge as judge_tasks
 from vexport.files import to_json
 from vexport.records import Outcome, TaskVerdict
 from vexport.records.values import about
+from vexport.reports import render_verdicts
 
 MARGIN, ALPHA, DOCUMENTS = 0.02, 0.05, 400
 SAMPLE = Sample(
@@ -295,3 +297,40 @@ def test_bound_near_margin_has_more_digits() -> None:
 )
 def test_estimates_are_rounded_up(documents: int, words: str) -> None:
     assert about(documents) == words
+
+
+def levels_step_by_step(pairs: Sequence[TaskPair]) -> list[float]:
+    """Return the levels of Holm's procedure, testing all remaining tasks in each step."""
+    levels = [ALPHA] * len(pairs)
+    remaining = [*range(len(pairs))]
+    while remaining:
+        level = ALPHA / len(remaining)
+        for index in remaining:
+            levels[index] = level
+        failed = [i for i in remaining if difference_interval(pairs[i], level).high < -MARGIN]
+        if not failed:
+            break
+        remaining = [index for index in remaining if index not in failed]
+    return levels
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_holm_levels_equal_the_steps(seed: int) -> None:
+    losses = np.random.default_rng(seed).integers(10, 34, 12).tolist()
+    pairs = [from_counts(3, loss) for loss in losses]
+    expected = levels_step_by_step(pairs)
+    assert len(set(expected)) > 1
+    assert holm_levels(pairs, margin=MARGIN, alpha=ALPHA) == expected
+
+
+def test_texts_show_the_worst_of_many_tasks() -> None:
+    pairs = [replace(from_counts(9, 9), task=f"task{number}") for number in range(300)]
+    pairs[217] = replace(from_counts(0, 90), task="broken")
+    verdict = judge_tasks(pairs, margin=MARGIN, alpha=ALPHA)
+    text = render_verdicts([verdict], "text")
+    assert_contains(text, "broken (acc)", "the worst 100 of 300 tasks; --format json has all")
+    # The gates and the table show 100 tasks each, and a row compares all tasks together.
+    assert text.count("(acc)") == 2 * 100 + 1
+    assert "task250 (acc)" not in text
+    assert len(json.loads(render_verdicts([verdict], "json"))["tasks"]) == 300
+    assert render_verdicts([verdict], "junit").count("<testcase") == 301

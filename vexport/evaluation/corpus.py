@@ -11,15 +11,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special, stats
 
 from vexport.evaluation.aggregates import Measure, NotReadable, Table
-from vexport.evaluation.statistics import RESAMPLES, Clusters, Interval, Scores, tango_interval
+from vexport.evaluation.resampling import (
+    MOST_DRAWN,
+    RESAMPLES,
+    bca_bounds,
+    drawn_documents,
+    grouped_sums,
+)
+from vexport.evaluation.statistics import (
+    Clusters,
+    Interval,
+    Scores,
+    student_quantile,
+    tango_interval,
+)
 
 LEAST_DOCUMENTS = 8
 """Minimum number of documents for PASS. Fewer documents do not represent other documents."""
-# Maximum number of drawn documents in memory at once.
-_DRAWN = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,7 +110,7 @@ def compare_corpora(
             [table.measure(total - side) for side, total in zip(units, totals, strict=True)]
         )
         changes = table.measure(totals[0] - left + right) - values[0]
-        resampled = _resample(table.measure, units, resamples)
+        resampled = _resample(table.measure, units, jackknife, resamples)
     if not np.isfinite(jackknife).all() or not np.isfinite(values).all():
         raise NotReadable("it cannot be computed if one of the documents is left out")
     is_changed = (left != right).any(axis=1)
@@ -161,24 +171,26 @@ def _change_size(table: Table, total: Scores, value: float, influence: Scores) -
     return float(np.abs(influence - value).mean()) if table.is_text else 0.0
 
 
-def _resample(measure: Measure, units: Sequence[Scores], resamples: int) -> Scores:
+def _resample(
+    measure: Measure, units: Sequence[Scores], jackknife: Scores, resamples: int
+) -> Scores:
     """Return the measures of resampled corpora, shape (2, resamples).
 
-    Both models get the same documents. The draws depend only on the number of documents.
+    Both models get the same documents. `jackknife` has the measures without each document.
     """
-    generator = np.random.default_rng(0)
     count, width = len(units[0]), units[0].shape[1]
     joined = np.concatenate(units, axis=1)
-    step = max(1, _DRAWN // count)
-    parts = []
-    for start in range(0, resamples, step):
-        many = min(step, resamples - start)
-        drawn = generator.integers(0, count, size=(many, count))
-        drawn += np.arange(many)[:, np.newaxis] * count
-        times = np.bincount(drawn.ravel(), minlength=many * count).reshape(many, count)
-        sums = times.astype(np.float64) @ joined
-        parts.append(np.stack([measure(sums[:, :width]), measure(sums[:, width:])]))
-    return np.concatenate(parts, axis=1)
+    if count > MOST_DRAWN:
+        sums = grouped_sums(joined, jackknife[1] - jackknife[0], resamples)
+    else:
+        parts = []
+        for drawn in drawn_documents(count, resamples):
+            many = len(drawn)
+            drawn += np.arange(many)[:, np.newaxis] * count
+            times = np.bincount(drawn.ravel(), minlength=many * count).reshape(many, count)
+            parts.append(times.astype(np.float64) @ joined)
+        sums = np.concatenate(parts)
+    return np.stack([measure(sums[:, :width]), measure(sums[:, width:])])
 
 
 def bootstrap_bounds(value: float, resampled: Scores, jackknife: Scores, alpha: float) -> Interval:
@@ -188,7 +200,7 @@ def bootstrap_bounds(value: float, resampled: Scores, jackknife: Scores, alpha: 
     is left out.
     """
     low, high = _bca(value, resampled, jackknife, alpha)
-    reach = _standard_error(jackknife) * float(stats.t.isf(alpha, max(1, len(jackknife) - 1)))
+    reach = _standard_error(jackknife) * student_quantile(alpha, max(1, len(jackknife) - 1))
     return Interval(min(low, value - reach), max(high, value + reach))
 
 
@@ -199,21 +211,10 @@ def _standard_error(jackknife: Scores) -> float:
 
 
 def _bca(value: float, resampled: Scores, jackknife: Scores, alpha: float) -> Interval:
-    """Return Efron's bias-corrected and accelerated bounds."""
+    """Return BCa bounds. Values that are not finite are left out."""
     known = resampled[np.isfinite(resampled)]
     rounding = 1e-12 * max(1.0, abs(value))
     if not len(known) or np.ptp(known) <= rounding:
         return Interval(value, value)
-    below = float((known < value - rounding).mean())
-    equal = float((np.abs(known - value) <= rounding).mean())
-    # Half of the ties count as below, as in scipy.stats.bootstrap.
-    bias = float(special.ndtri(np.clip(below + equal / 2, 1 / len(known), 1 - 1 / len(known))))
     distances = jackknife.mean() - jackknife
-    cubes, squares = float((distances**3).sum()), float((distances**2).sum())
-    acceleration = cubes / (6 * squares**1.5) if squares else 0.0
-    ends = []
-    for tail in (alpha, 1 - alpha):
-        point = bias + float(special.ndtri(tail))
-        corrected = bias + point / (1 - acceleration * point)
-        ends.append(float(np.quantile(known, float(special.ndtr(corrected)))))
-    return Interval(min(ends), max(ends))
+    return Interval(*bca_bounds(value, known, distances, alpha, rounding=rounding))

@@ -486,7 +486,8 @@ def _with_seeds(answers: Sequence[Answer]) -> Iterator[tuple[Answer, int]]:
         if answer.seed is None:
             counts[answer.identity] = counts.get(answer.identity, 0) + 1
     is_regular = len(set(counts.values())) <= 1
-    given = sorted({answer.seed for answer in answers if answer.seed is not None})
+    seeds = sorted({answer.seed for answer in answers if answer.seed is not None})
+    given = {seed: number for number, seed in enumerate(seeds)}
     seen: dict[tuple[str, int], str] = {}
     numbers: dict[str, int] = {}
     for answer in answers:
@@ -495,7 +496,7 @@ def _with_seeds(answers: Sequence[Answer]) -> Iterator[tuple[Answer, int]]:
             seed = numbers.get(answer.identity, 0) if is_regular else 0
             numbers[answer.identity] = seed + 1
         else:
-            seed = given.index(seed)
+            seed = given[seed]
         key = answer.identity, seed
         if key in seen:
             which = f"document {answer.identity} twice"

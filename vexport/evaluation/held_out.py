@@ -389,7 +389,7 @@ def mean_bounds(values: Scores, alpha: float) -> Interval | None:
     if np.ptp(values) == 0:
         return Interval(mean, mean)
     reach = float(stats.t.isf(alpha, len(values) - 1) * values.std(ddof=1)) / math.sqrt(len(values))
-    low, high = bca_interval((values,), np.mean, alpha)
+    low, high = bca_interval(values, alpha)
     return Interval(min(mean - reach, low), max(mean + reach, high))
 
 

@@ -131,7 +131,8 @@ class TaskPair:
         """True if each document is either right (1) or wrong (0)."""
         if self.own_unit is not None:
             return False
-        return bool(np.isin(self.baseline, (0, 1)).all() and np.isin(self.candidate, (0, 1)).all())
+        sides = (self.baseline, self.candidate)
+        return all(bool(((side == 0) | (side == 1)).all()) for side in sides)
 
     @property
     def chance(self) -> float:

@@ -421,13 +421,14 @@ class Results:
 
     def only(self, tasks: Collection[str]) -> "Results":
         """Return the results of these tasks. A group keeps the tasks that are in it."""
+        kept = set(tasks)
         groups = {
-            name: tuple(member for member in members if member in tasks)
+            name: tuple(member for member in members if member in kept)
             for name, members in self.groups.items()
         }
         return replace(
             self,
-            tasks={name: task for name, task in self.tasks.items() if name in tasks},
+            tasks={name: task for name, task in self.tasks.items() if name in kept},
             groups={name: members for name, members in groups.items() if members},
         )
 

@@ -31,10 +31,11 @@ def shared_tasks(
     Raises:
         InputError: If the sides have no task in common.
     """
-    names = tuple(name for name in baseline if name in set(candidate))
+    known = (set(baseline), set(candidate))
+    names = tuple(name for name in baseline if name in known[1])
     lacking = (
-        ("the results", [name for name in baseline if name not in set(candidate)]),
-        ("the baseline", [name for name in candidate if name not in set(baseline)]),
+        ("the results", [name for name in baseline if name not in known[1]]),
+        ("the baseline", [name for name in candidate if name not in known[0]]),
     )
     missing = tuple(
         f"{side} {'have' if side == 'the results' else 'has'} no task "

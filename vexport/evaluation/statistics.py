@@ -7,23 +7,20 @@ therefore 1 - 2 * alpha.
 """
 
 import math
-from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize, stats
+from scipy import optimize, special, stats
+
+from vexport.evaluation.resampling import MOST_DRAWN, RESAMPLES, bca_bounds, resampled_ratio
 
 Scores = NDArray[np.float64]
 
 POWER = 0.8
 """Probability that a planned number of documents settles the question (the usual 80 %)."""
 
-RESAMPLES = 9999
-"""Number of bootstrap resamples.
-
-The Monte Carlo error of a 5 % tail is then below 0.25 points (sqrt(.05 * .95 / 9999)).
-"""
 Clusters = NDArray[np.intp]
 
 MIN_CLUSTERS = 10
@@ -39,6 +36,21 @@ class Interval(NamedTuple):
 
     low: float
     high: float
+
+
+def normal_quantile(alpha: float) -> float:
+    """Return the value that a standard normal variable exceeds with probability `alpha`."""
+    return -float(special.ndtri(alpha))
+
+
+def normal_tail(value: float) -> float:
+    """Return the probability that a standard normal variable exceeds `value`."""
+    return float(special.ndtr(-value))
+
+
+def student_quantile(alpha: float, freedom: float) -> float:
+    """Return the value that Student's t exceeds with probability `alpha`."""
+    return -float(special.stdtrit(freedom, alpha))
 
 
 def tango_statistic(wins: float, losses: float, documents: float, difference: float) -> float:
@@ -66,13 +78,14 @@ def _null_variance(wins: float, losses: float, documents: float, difference: flo
     return 2 * p_loss + difference * (1 - difference)
 
 
+@lru_cache(maxsize=1 << 12)
 def tango_interval(wins: float, losses: float, documents: float, alpha: float) -> Interval:
     """Return Tango's score interval: all differences that Tango's test at `alpha` does not reject.
 
     With wins = losses = 0, the interval is +-z^2 / (documents + z^2). Wald's interval would have
     the width 0.
     """
-    z = float(stats.norm.isf(alpha))
+    z = normal_quantile(alpha)
     estimate = (wins - losses) / documents
 
     def excess(difference: float, sign: int) -> float:
@@ -85,7 +98,7 @@ def tango_interval(wins: float, losses: float, documents: float, alpha: float) -
 
 def wilson_interval(successes: float, trials: float, alpha: float) -> Interval:
     """Return Wilson's score interval of a proportion (JASA 22, 1927)."""
-    z = float(stats.norm.isf(alpha))
+    z = normal_quantile(alpha)
     centre = successes + z * z / 2
     spread = z * math.sqrt(successes * (trials - successes) / trials + z * z / 4)
     low, high = ((centre + side) / (trials + z * z) for side in (-spread, spread))
@@ -105,23 +118,43 @@ def mcnemar_p(wins: int, losses: int) -> float:
 def permutation_p(gain: Scores) -> float:
     """Return the p value of a two-sided paired permutation test of a mean gain of 0.
 
-    `gain` has the shape (documents,). The test flips the signs of its values at random. If there
-    are at most RESAMPLES combinations of signs, scipy tests all of them. The result is 1 if fewer
+    `gain` has the shape (documents,). The test flips the signs of its values. If there are at most
+    RESAMPLES combinations of signs, scipy tests all of them. Otherwise signs are drawn at random,
+    or the normal limit is used if more than MOST_DRAWN documents changed. The result is 1 if fewer
     than two documents changed, because both signs of a single value are equally extreme.
     """
     changed = gain[gain != 0]
     if len(changed) < 2:
         return 1.0
+    if len(changed) > MOST_DRAWN:
+        deviation = math.sqrt(float((changed**2).sum()))
+        return 2 * normal_tail(abs(float(changed.sum())) / deviation)
+    if 2 ** len(changed) > RESAMPLES:
+        return _random_permutation_p(changed)
     result = stats.permutation_test(
         (changed,),
         lambda values, axis: values.mean(axis),
         permutation_type="samples",
         vectorized=True,
         n_resamples=RESAMPLES,
-        batch=max(1, 4_000_000 // len(changed)),
-        rng=np.random.default_rng(0),
     )
     return float(result.pvalue)
+
+
+def _random_permutation_p(values: Scores) -> float:
+    """Return the p value from RESAMPLES random combinations of signs, and the given signs."""
+    generator = np.random.default_rng(0)
+    observed = abs(float(values.sum()))
+    # Equal sums may differ by rounding.
+    least = observed - 100 * float(np.finfo(np.float64).eps) * float(np.abs(values).sum())
+    step = max(1, 4_000_000 // len(values))
+    extreme = 1
+    for start in range(0, RESAMPLES, step):
+        size = min(step, RESAMPLES - start), len(values)
+        flipped = generator.integers(0, 2, size=size, dtype=np.int8)
+        sums = values.sum() - 2 * (flipped @ values)
+        extreme += int((np.abs(sums) >= least).sum())
+    return extreme / (RESAMPLES + 1)
 
 
 def recovery_interval(both: int, wins: int, losses: int, alpha: float) -> Interval:
@@ -134,31 +167,26 @@ def recovery_interval(both: int, wins: int, losses: int, alpha: float) -> Interv
     candidate, baseline, total = both + wins, both + losses, both + wins + losses
     spread = math.sqrt((wins + losses + 2) / ((candidate + 1) * (baseline + 1)))
     parts = sum(math.sqrt((1 - (x + 1) / (total + 2)) / (x + 1)) for x in (candidate, baseline))
-    z = float(stats.norm.isf(alpha)) * spread / parts
-    tail = float(stats.norm.sf(z))
+    z = normal_quantile(alpha) * spread / parts
+    tail = normal_tail(z)
     numerator, denominator = (wilson_interval(x, total, tail) for x in (candidate, baseline))
     return Interval(numerator.low / denominator.high, numerator.high / denominator.low)
 
 
-def bca_interval(
-    samples: tuple[Scores | Clusters, ...], statistic: Callable[..., Scores], alpha: float
-) -> Interval:
-    """Return seeded BCa bootstrap bounds (Efron 1987, scipy) of a statistic of paired samples.
+def bca_interval(values: Scores, alpha: float, sizes: Scores | None = None) -> Interval:
+    """Return seeded BCa bootstrap bounds of a mean (Efron 1987), as scipy computes them.
 
-    The samples have the shape (documents,). `statistic` takes the samples and an axis.
+    `values` has the shape (documents,). With `sizes`, the bounds are those of sum(values) /
+    sum(sizes), for clusters with these sums and sizes.
     """
-    result = stats.bootstrap(
-        samples,
-        statistic,
-        paired=True,
-        vectorized=True,
-        n_resamples=RESAMPLES,
-        batch=max(1, 4_000_000 // len(samples[0])),
-        confidence_level=1 - 2 * alpha,
-        method="BCa",
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return Interval(float(result.low), float(result.high))
+    if sizes is None:
+        mean = float(values.mean())
+        resampled = resampled_ratio(values, np.ones(len(values)))
+        return Interval(*bca_bounds(mean, resampled, values - mean, alpha))
+    total, size = float(values.sum()), float(sizes.sum())
+    without = (total - values) / (size - sizes)
+    resampled = resampled_ratio(values, sizes)
+    return Interval(*bca_bounds(total / size, resampled, without.mean() - without, alpha))
 
 
 def bootstrap_interval(
@@ -175,16 +203,15 @@ def bootstrap_interval(
     quiet = tango_interval(0, 0, len(values), alpha)
     least = Interval(mean + span * quiet.low, mean + span * quiet.high)
     numbers = np.arange(len(values)) if clusters is None else clusters
-    sums, sizes = np.bincount(numbers, weights=values), np.bincount(numbers)
+    sums = np.bincount(numbers, weights=values).astype(np.float64)
+    sizes = np.bincount(numbers).astype(np.float64)
     means = sums / sizes
     if np.ptp(means) <= 1e-12 * max(1.0, float(np.abs(means).max())):
         return least
     if clusters is None:
-        low, high = bca_interval((values,), np.mean, alpha)
+        low, high = bca_interval(values, alpha)
     else:
-        ends = bca_interval(
-            (sums, sizes), lambda total, size, axis: total.sum(axis) / size.sum(axis), alpha
-        )
+        ends = bca_interval(sums, alpha, sizes)
         low, high = (mean + math.sqrt(len(sums) / (len(sums) - 1)) * (end - mean) for end in ends)
     return Interval(min(low, least.low), max(high, least.high))
 
@@ -201,7 +228,7 @@ def student_interval(values: Scores, alpha: float, clusters: Clusters | None = N
     if many < 2:
         return Interval(-math.inf, math.inf)
     error = math.sqrt(many / (many - 1) * float((residuals**2).sum())) / len(values)
-    reach = float(stats.t.isf(alpha, many - 1)) * error
+    reach = student_quantile(alpha, many - 1) * error
     return Interval(mean - reach, mean + reach)
 
 
@@ -266,7 +293,7 @@ def spread_over_null(wins: float, losses: float, documents: float, margin: float
 
 
 def _power_sum(alpha: float, spread: float) -> float:
-    return float(stats.norm.isf(alpha)) + float(stats.norm.ppf(POWER)) * spread
+    return normal_quantile(alpha) + float(special.ndtri(POWER)) * spread
 
 
 def seeds_to_settle(documents: int, seeds: int, design: float, needed: float) -> int | None:
@@ -332,7 +359,7 @@ def cluster_correction(
     if clusters is None:
         return ClusterCorrection(1.0, alpha)
     freedom = max(1, len(np.unique(clusters)) - 1)
-    tail = float(stats.norm.sf(stats.t.isf(alpha, freedom)))
+    tail = normal_tail(student_quantile(alpha, freedom))
     return ClusterCorrection(design_effect(gain, clusters, responses), tail)
 
 

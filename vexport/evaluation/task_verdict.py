@@ -89,7 +89,9 @@ def compare_task(
     `margin` applies unless the pair has its own margin.
     """
     margin = own_margin(pair, margin)
-    low, high = difference_interval(pair, alpha).low, difference_interval(pair, fail_alpha).high
+    bounds = difference_interval(pair, alpha)
+    low = bounds.low
+    high = bounds.high if fail_alpha == alpha else difference_interval(pair, fail_alpha).high
     outcome, baseline = _outcome(low, high, margin), _score(pair, pair.baseline, alpha)
     levels = Levels(margin=margin, alpha=alpha, fail_alpha=fail_alpha)
     uninformative = _uninformative(pair, baseline, levels, outcome, is_templated)
@@ -100,7 +102,7 @@ def compare_task(
         uninformative = f"{_scored(pair, baseline)}; {words}" if uninformative else ""
     wins, losses = pair.wins, pair.losses
     flips = wilson_interval(wins + losses, len(pair.gain), alpha)
-    recovery, recovery_low, recovery_high = _recovery(pair, alpha)
+    recovery, recovery_low, recovery_high = _recovery(pair, bounds, alpha)
     is_open = outcome == "INCONCLUSIVE" and not uninformative and not too_many_lost
     needed, seeds_needed = _needed(pair, levels) if is_open else (None, None)
     return TaskVerdict(
@@ -344,8 +346,10 @@ def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
     )
 
 
-def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tuple[None, None, None]:
-    """Return candidate / baseline and its bounds.
+def _recovery(
+    pair: TaskPair, difference: Interval, alpha: float
+) -> tuple[float, float, float] | tuple[None, None, None]:
+    """Return candidate / baseline and its bounds. `difference` has the bounds of the difference.
 
     For 0/1 metrics without clusters, the bounds are Bonett and Price's. For other metrics, a bound
     is 1 + (bound of the difference) / (baseline's mean). All three are None if the baseline's mean
@@ -357,7 +361,7 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tupl
     if pair.binary and pair.clusters is None:
         both = int((pair.baseline * pair.candidate).sum())
         return candidate / baseline, *recovery_interval(both, pair.wins, pair.losses, alpha)
-    low, high = difference_interval(pair, alpha)
+    low, high = difference
     return candidate / baseline, 1 + low / baseline, 1 + high / baseline
 
 

@@ -40,6 +40,7 @@ from vexport.reports.formatting import (
     percent,
     percent_interval,
     scale_of,
+    shown_tasks,
     small,
     task_title,
     unsearched_cause,
@@ -60,7 +61,7 @@ def verdict_document(verdict: Verdict) -> doc.Document:
         sentence=verdict.reason,
         warnings=verdict.warnings,
         next_step=next_step_of_verdict(verdict),
-        gates=verdict_gates(verdict)[:-1],
+        gates=verdict_gates(replace(verdict, tasks=tuple(shown_tasks(verdict.tasks))))[:-1],
         parts=(accuracy_section(verdict), *cause_parts(verdict)),
     )
 
@@ -112,6 +113,7 @@ def accuracy_section(verdict: Verdict) -> doc.Section:
     content = parts(
         forests(verdict),
         task_table(verdict) if verdict.tasks else None,
+        _more_tasks(verdict),
         _lost_table(verdict),
         doc.Section("Informational metrics, not part of the verdict", (others,))
         if others.rows
@@ -131,7 +133,15 @@ def task_table(verdict: Verdict) -> doc.Table:
     difference = doc.Column("Difference", numeric=True, omit=("html",))
     scores = (">Documents", ">Baseline", f">{verdict.candidate.capitalize()}")
     titles = ("Task", result, *scores, difference, ">Recovery", ">Lost / gained")
-    return table(titles, map(_task_row, verdict.tasks), method_line(verdict))
+    return table(titles, map(_task_row, shown_tasks(verdict.tasks)), method_line(verdict))
+
+
+def _more_tasks(verdict: Verdict) -> doc.Paragraph | None:
+    """Return a note if there are more tasks than the tables show, else None."""
+    total, shown = len(verdict.tasks), len(shown_tasks(verdict.tasks))
+    if total == shown:
+        return None
+    return muted(f"the worst {count(shown)} of {count(total)} tasks; --format json has all")
 
 
 def _lost_table(verdict: Verdict) -> doc.Section | None:
@@ -146,7 +156,7 @@ def _lost_table(verdict: Verdict) -> doc.Section | None:
             count(side.unparsed),
             percent(side.lost / side.answers),
         )
-        for task in verdict.tasks
+        for task in shown_tasks(verdict.tasks)
         for model, side in (
             ("baseline", task.baseline_answers),
             (verdict.candidate, task.candidate_answers),
@@ -187,7 +197,7 @@ def _shown_comparisons(verdict: Verdict) -> Iterator[Comparison]:
     """
     if verdict.pooled:
         yield verdict.pooled
-    for task in verdict.tasks:
+    for task in shown_tasks(verdict.tasks):
         worst = sorted(task.also, key=lambda other: (other.task != task.task, other.difference))
         kept = set(map(id, worst[:_MAX_INFORMATIONAL]))
         yield from (comparison for comparison in task.also if id(comparison) in kept)
@@ -212,7 +222,7 @@ def forests(verdict: Verdict) -> Iterator[doc.Forest]:
     The axis is slightly longer than the range of the values.
     """
     charts: dict[tuple[Scale, float], list[TaskVerdict]] = {}
-    for task in verdict.tasks:
+    for task in shown_tasks(verdict.tasks):
         margin = margin_of(task, verdict.margin)
         charts.setdefault((scale_of(task), margin), []).append(task)
     for (scale, margin), tasks in charts.items():
@@ -238,14 +248,15 @@ def _reading(verdict: Verdict) -> doc.Details:
             count(task.changed_wrong),
             p_value(task.mcnemar_p),
         )
-        for task in verdict.tasks
+        for task in shown_tasks(verdict.tasks)
     )
     tests = table(("Task", ">Flips", ">Still wrong, other answer", ">p"), flips)
     corrected = f", the upper ones corrected for {len(verdict.tasks)} tasks (Holm)"
     bounds = f"intervals of differences: one-sided {_level(verdict.alpha)} bounds"
     brief = [bounds + (corrected if len(verdict.tasks) > 1 else "")]
     if verdict.tasks:
-        p_values = ", ".join(f"{task.task} {p_value(task.mcnemar_p)}" for task in verdict.tasks)
+        shown = shown_tasks(verdict.tasks)
+        p_values = ", ".join(f"{task.task} {p_value(task.mcnemar_p)}" for task in shown)
         brief.append(f"p values, not part of the verdict: {p_values}")
     content = parts(doc.Listing(row(*_reading_lines(verdict))), tests if verdict.tasks else None)
     return doc.Details(TableCell("How to read this, and p values"), content, tuple(brief))
@@ -340,7 +351,7 @@ def answers_section(verdict: Verdict | None) -> doc.Section | None:
     """Return the flipped answers by task, or None if none are recorded."""
     if verdict is None:
         return None
-    tasks = [task for task in verdict.tasks if task.flips]
+    tasks = [task for task in shown_tasks(verdict.tasks) if task.flips]
     if not tasks:
         return None
     lead = "Responses of both models to the same document."

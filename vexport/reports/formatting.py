@@ -31,6 +31,8 @@ _DEFAULT_ARGUMENTS = {
     ("engine_args", "none"),
 }
 _MAX_TASKS = 8
+MAX_SHOWN_TASKS = 100
+"""Maximum number of tasks in tables and charts. JSON and JUnit have all tasks."""
 MAX_NAMED = 4
 
 
@@ -441,6 +443,19 @@ def task_title(task: "TaskVerdict | Comparison") -> str:
     suffix = "" if task.filter in ("", "none") else f", {task.filter}"
     assumed = ", direction assumed" if task.direction_assumed else ""
     return f"{task.task} ({task.metric}{suffix}{assumed})"
+
+
+def shown_tasks(tasks: "Sequence[TaskVerdict]") -> "Sequence[TaskVerdict]":
+    """Return the tasks that people read: all, or the worst if there are very many."""
+    if len(tasks) <= MAX_SHOWN_TASKS:
+        return tasks
+    severities = ("FAIL", "INCONCLUSIVE", "PASS")
+
+    def rank(index: int) -> tuple[int, float]:
+        return severities.index(tasks[index].outcome), tasks[index].low
+
+    worst = sorted(range(len(tasks)), key=rank)[:MAX_SHOWN_TASKS]
+    return [tasks[index] for index in sorted(worst)]
 
 
 def accepted_loss(verdict: "Verdict") -> str:
