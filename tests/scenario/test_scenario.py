@@ -15,6 +15,7 @@ from tests.texts import assert_contains
 from vexport.errors import InputError
 from vexport.quantize.auto import plan_scenario
 from vexport.scenario import DEFAULT_ALPHA, Evaluate, Scenario, read_scenario
+from vexport.scenario.declaring import keys_with
 from vexport.scenario.evaluate import SUITES, TYPICAL_DISAGREEMENT, Suite
 from vexport.scenario.serve import Serve, with_options
 
@@ -200,6 +201,13 @@ def test_plan_counts_documents(
     assert_contains(shown.stdout.replace(str(path), "SCENARIO"), *parts)
     if "limit: 200" in evaluate:
         assert "uses fewer" not in shown.stdout
+
+
+def test_every_setting_of_an_evaluation_has_an_effect() -> None:
+    """A new setting is either compared, stored, digested or ignored on purpose."""
+    assert [*keys_with(Evaluate, "asks", "scores", "judges", "transports")] == [
+        *Evaluate.model_fields
+    ]
 
 
 SERVED = "name: n\nsource: {source}\nrules: [{{match: Linear, scheme: NVFP4A16}}]\nserve: {serve}\n"

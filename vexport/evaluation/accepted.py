@@ -181,6 +181,7 @@ def accept_results(
 
 def select_accepted(accepted: Accepted, tasks: Collection[str]) -> Accepted:
     """Return the baseline with these tasks. A group keeps the tasks that are in it."""
+    tasks = frozenset(tasks)
     groups = {
         name: tuple(member for member in members if member in tasks)
         for name, members in accepted.groups.items()

@@ -33,13 +33,11 @@ from vexport.files import user_path
 from vexport.inference.fingerprint import TEMPLATE, Fingerprint
 from vexport.inference.tasks import require_known
 from vexport.scenario import Evaluate, Serve
+from vexport.scenario.declaring import keys_with
 from vexport.scenario.reading import problems_at
 from vexport.scenario.serve import with_options
 
-SCORE_SETTINGS = (
-    *("limit", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "system_instruction"),
-    *("gen_kwargs", "max_gen_toks", "think_end_token", "enable_thinking", "seed"),
-)
+SCORE_SETTINGS = keys_with(Evaluate, "scores")
 """Keys of `Evaluate` that change questions, responses or scores. Tasks are handled separately."""
 PATHS = ("tasks", "include_path")
 """Keys of `Evaluate` with paths of files or folders."""

@@ -498,7 +498,7 @@ def read_results(path: Path, names: Collection[str] = ()) -> Results:
             name: size
             for file in files
             for name, size in _originals(file.content).items()
-            if name in file.tasks
+            if newest.get(name) == file.path
         },
         fingerprint={name: value for each in fingerprints for name, value in each.items()},
         fingerprints={
@@ -560,27 +560,29 @@ def _larger_older_files(
     for file in files:
         replaced: dict[Path, list[str]] = {}
         for name in file.tasks:
-            count = _effective(file.content, name) or 0
-            older = {path: _effective(content, name) for path, content in contents.items()}
-            more = [path for path, size in older.items() if size is not None and size > count]
-            if more:
-                replaced.setdefault(more[-1], []).append(name)
+            for path, content in contents.items():
+                is_older = path != file.path and name in mapping_in(content, "configs")
+                sizes = (_documents(each, contents[each], name) for each in (file.path, path))
+                if is_older and next(sizes) < next(sizes):
+                    replaced.setdefault(path, []).append(name)
         for path, names in replaced.items():
-            counts = (_effective(each, names[0]) or 0 for each in (file.content, contents[path]))
-            sizes = " of ".join(f"{count:,}" for count in counts)
+            counts = (_documents(each, contents[each], names[0]) for each in (file.path, path))
+            judged = " of ".join(f"{count:,}" for count in counts)
             yield (
-                f"{join_limited(names, ', ', MAX_NAMED)}: judged on {sizes} documents, because "
+                f"{join_limited(names, ', ', MAX_NAMED)}: judged on {judged} documents, because "
                 f"{file.path} is newer than {path.name}; give the older file to judge all"
             )
 
 
-def _effective(content: Mapping[str, Json], task: str) -> int | None:
-    """Return the recorded number of evaluated documents of a task."""
-    sizes = mapping_in(mapping_in(content, "n-samples"), task)
-    size = sizes.get(
-        "effective", mapping_in(mapping_in(content, "results"), task).get("sample_len")
-    )
-    return size if isinstance(size, int) else None
+def _documents(file: Path, content: Mapping[str, Json], task: str) -> int:
+    """Return the number of evaluated documents of a task, as recorded or else from its samples."""
+    recorded = mapping_in(mapping_in(content, "n-samples"), task).get("effective")
+    if isinstance(recorded, int):
+        return recorded
+    path = _samples_path(file, task)
+    if path is None or not path.is_file():
+        return 0
+    return len({str(line.get("doc_id")) for _, line in json_lines(path, "a sample")})
 
 
 def _merged_groups(contents: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
@@ -623,13 +625,12 @@ def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSample
             "a name without folders that is not too long",
         )
         raise InputError(str(file), got=got, need=need, fix="evaluate again with lm-eval")
-    stamp = TIMESTAMP.search(file.name)
-    if stamp is None:
+    path = _samples_path(file, task)
+    if path is None:
         need = "a name that ends in lm-eval's date"
         raise InputError(
             str(file), got=file.name, need=need, fix="give the folder that lm-eval wrote"
         )
-    path = file.with_name(f"samples_{task}_{stamp[1]}.jsonl")
     if not path.exists() and not path.is_symlink():
         where, fix = f"{file}: task {task}", "evaluate again with --log_samples"
         raise InputError(where, got="no samples", need="samples, to pair documents", fix=fix)
@@ -654,6 +655,12 @@ def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSample
         aggregates=numbers,
         metric_list=frozenset(str(entry.get("metric")) for entry in _metric_entries(config)),
     )
+
+
+def _samples_path(file: Path, task: str) -> Path | None:
+    """Return the path of a task's samples, or None if a results file has no date in its name."""
+    stamp = TIMESTAMP.search(file.name)
+    return file.with_name(f"samples_{task}_{stamp[1]}.jsonl") if stamp else None
 
 
 def _metric_entries(config: Mapping[str, Json]) -> list[dict[str, Json]]:

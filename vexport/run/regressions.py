@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from vexport.evaluation.settings import changed_names, question_settings
+from vexport.evaluation.settings import changed_names, display_name, question_settings
 from vexport.inference.fingerprint import MODEL
 from vexport.records import (
     ComparedRun,
@@ -184,7 +184,8 @@ def _differences(old: Point, before: HistoryTask, new: Point, now: HistoryTask) 
     if old.fingerprint and new.fingerprint:
         questions = (question_settings(each.fingerprint, now.name) for each in (old, new))
         if changed := changed_names(*questions):
-            yield f"other questions: {join_limited(changed, ', ', MAX_NAMED)} changed"
+            settings = join_limited([*map(display_name, changed)], ", ", MAX_NAMED)
+            yield f"other questions: {settings} changed"
     if _is_other_baseline(old, new):
         names = new.baseline, old.baseline
         yield (
@@ -421,7 +422,8 @@ def _changes(old: Point, new: Point) -> str:
     """Return what changed between two points: vLLM, the checkpoint, and other settings."""
     texts = [_vllm_change(old, new), _checkpoint_change(old, new)]
     names = changed_names(old.fingerprint, new.fingerprint) if old.fingerprint else []
-    others = [name for name in names if name not in _NOT_LISTED] if new.fingerprint else []
+    changed = [display_name(name) for name in names if name not in _NOT_LISTED]
+    others = changed if new.fingerprint else []
     if others:
         texts.append(f"also changed: {join_limited(others, ', ', MAX_NAMED)}")
     how = "accepted" if old.kind == "accepted baseline" else "passed"

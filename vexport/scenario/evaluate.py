@@ -124,13 +124,19 @@ MarginSetting = Annotated[
         metavar="[TASK=]M|P%",
         unset=f"{DEFAULT_MARGIN} or {100 * DEFAULT_RELATIVE_MARGIN:g}%",
         more='In a scenario also by task: `{gsm8k: 0.03, wikitext: "2%"}`.',
+        effect="judges",
     ),
 ]
 AlphaSetting = Annotated[
     float,
     Gt(0),
     Lt(0.5),
-    Option("Accepted probability of a wrong PASS.", "Verdict", metavar="A"),
+    Option(
+        "Accepted probability of a wrong PASS.",
+        "Verdict",
+        metavar="A",
+        effect="judges",
+    ),
 ]
 
 
@@ -149,6 +155,7 @@ GateSetting = Annotated[
         metavar="[TASK=]METRIC[:higher|:lower][,FILTER]",
         unset="`exact_match`, else `acc`",
         more='In a scenario `{gsm8k: "exact_match,flexible-extract", asr: "wer:lower"}`.',
+        effect="judges",
     ),
 ]
 
@@ -169,6 +176,7 @@ class Evaluate(ScenarioSection):
             names="--task --tasks",
             metavar="T,...",
             more="Required without `suite` and `text`.",
+            effect="asks",
         ),
     ] = ()
     suite: Annotated[
@@ -176,6 +184,7 @@ class Evaluate(ScenarioSection):
         Key(
             "Named list of tasks with margin and limit, instead of `tasks`.",
             more="See [suites](evaluation.md#suites).",
+            effect="asks",
         ),
     ] = None
     text: Annotated[
@@ -185,10 +194,17 @@ class Evaluate(ScenarioSection):
             "Tasks",
             metavar="DATA",
             more="See [text](evaluation.md#text-in-the-place-of-tasks).",
+            effect="asks",
         ),
     ] = None
     text_rows: Annotated[
-        Positive, Option("Number of rows of the text to read.", "Tasks", hidden=True)
+        Positive,
+        Option(
+            "Number of rows of the text to read.",
+            "Tasks",
+            hidden=True,
+            effect="asks",
+        ),
     ] = DEFAULT_TEXT_ROWS
     text_tokens: Annotated[
         int,
@@ -199,6 +215,7 @@ class Evaluate(ScenarioSection):
             "Tasks",
             metavar="N",
             more="More tokens test [long contexts](evaluation.md#long-contexts).",
+            effect="asks",
         ),
     ] = DEFAULT_TEXT_TOKENS
     speculative: Annotated[
@@ -209,16 +226,27 @@ class Evaluate(ScenarioSection):
             "Tasks",
             metavar="METHOD",
             hidden=True,
+            effect="asks",
         ),
     ] = None
     include_path: Annotated[
         tuple[Path, ...],
-        Option("Folder with additional tasks of lm-eval.", "Tasks", metavar="DIR"),
+        Option(
+            "Folder with additional tasks of lm-eval.",
+            "Tasks",
+            metavar="DIR",
+            effect="asks",
+        ),
     ] = ()
     num_fewshot: Annotated[
         int | None,
         Ge(0),
-        Option("Number of examples in each prompt.", "Prompts", unset="set by the task"),
+        Option(
+            "Number of examples in each prompt.",
+            "Prompts",
+            unset="set by the task",
+            effect="scores",
+        ),
     ] = None
     apply_chat_template: Annotated[
         bool | str | None,
@@ -227,6 +255,7 @@ class Evaluate(ScenarioSection):
             "Prompts",
             unset="applied if the models have a template, except for suite `code`",
             more="A name chooses one of several templates.",
+            effect="scores",
         ),
     ] = None
     fewshot_as_multiturn: Annotated[
@@ -236,10 +265,17 @@ class Evaluate(ScenarioSection):
             "Prompts",
             hidden=True,
             unset="turns, if a chat template is applied",
+            effect="scores",
         ),
     ] = None
     system_instruction: Annotated[
-        Text | None, Option("System prompt.", "Prompts", metavar="TEXT")
+        Text | None,
+        Option(
+            "System prompt.",
+            "Prompts",
+            metavar="TEXT",
+            effect="scores",
+        ),
     ] = None
     gen_kwargs: Annotated[
         GenKwargs,
@@ -247,17 +283,26 @@ class Evaluate(ScenarioSection):
             "Generation arguments that override the task's.",
             "Prompts",
             metavar="K=V,...",
+            effect="scores",
         ),
     ] = {}
     max_gen_toks: Annotated[
         int | None,
         Gt(0),
-        Option("Maximum number of new tokens, if the task sets none.", "Prompts", unset="256"),
+        Option(
+            "Maximum number of new tokens, if the task sets none.",
+            "Prompts",
+            unset="256",
+            effect="scores",
+        ),
     ] = None
     think_end_token: Annotated[
         Text | None,
         Option(
-            "Score only the text after this token, such as `</think>`.", "Prompts", metavar="TEXT"
+            "Score only the text after this token, such as `</think>`.",
+            "Prompts",
+            metavar="TEXT",
+            effect="scores",
         ),
     ] = None
     enable_thinking: Annotated[
@@ -266,6 +311,7 @@ class Evaluate(ScenarioSection):
             "Value of `enable_thinking` for the chat template.",
             "Prompts",
             unset="the template decides",
+            effect="scores",
         ),
     ] = None
     batch_size: Annotated[
@@ -276,6 +322,7 @@ class Evaluate(ScenarioSection):
             "Tasks",
             metavar="N|auto",
             hidden=True,
+            effect="asks",
         ),
     ] = "auto"
     margin: MarginSetting = None
@@ -286,13 +333,25 @@ class Evaluate(ScenarioSection):
             "Use the first N documents of each task, or a share of them if N is below 1.",
             "Tasks",
             metavar="N",
+            effect="scores",
         ),
     ] = None
     gate: GateSetting = {}
-    baseline: Annotated[str | None, Key("The checkpoint to compare with.", unset="the source")] = (
-        None
-    )
-    seed: Annotated[int, Key("Seed of vLLM and lm-eval.")] = 0
+    baseline: Annotated[
+        str | None,
+        Key(
+            "The checkpoint to compare with.",
+            unset="the source",
+            effect="asks",
+        ),
+    ] = None
+    seed: Annotated[
+        int,
+        Key(
+            "Seed of vLLM and lm-eval.",
+            effect="scores",
+        ),
+    ] = 0
     seeds: Annotated[
         int,
         Gt(0),
@@ -302,6 +361,7 @@ class Evaluate(ScenarioSection):
             "Prompts",
             metavar="N",
             more="Needs `gen_kwargs: {temperature: 0.6}`.",
+            effect="asks",
         ),
     ] = 1
     kl_limit: Annotated[
@@ -311,6 +371,7 @@ class Evaluate(ScenarioSection):
             "Warn if the mean KL exceeds this number of nats per token; with text, fail.",
             "Verdict",
             metavar="NATS",
+            effect="judges",
         ),
     ] = DEFAULT_KL_LIMIT
     nll_limit: Annotated[
@@ -320,18 +381,31 @@ class Evaluate(ScenarioSection):
             "Warn if the NLL rises by more than this number of nats per token; with text, fail.",
             "Verdict",
             metavar="NATS",
+            effect="judges",
         ),
     ] = DEFAULT_NLL_LIMIT
     kl_prompts: Annotated[
-        int, Gt(0), Key("Maximum number of prompts to measure KL and NLL on.")
+        int,
+        Gt(0),
+        Key(
+            "Maximum number of prompts to measure KL and NLL on.",
+            effect="asks",
+        ),
     ] = DEFAULT_KL_PROMPTS
     endpoint: Annotated[
         Url | None,
-        Key("Address of a server that runs the checkpoint, instead of an engine on this machine."),
+        Key(
+            "Address of a server that runs the checkpoint, instead of an engine on this machine.",
+            effect="asks",
+        ),
     ] = None
-    baseline_endpoint: Annotated[Url | None, Key("Address of a server that runs the baseline.")] = (
-        None
-    )
+    baseline_endpoint: Annotated[
+        Url | None,
+        Key(
+            "Address of a server that runs the baseline.",
+            effect="asks",
+        ),
+    ] = None
     tokenizer: Annotated[
         Text | None,
         Option(
@@ -339,11 +413,17 @@ class Evaluate(ScenarioSection):
             "Servers",
             metavar="T",
             more="See [served models](evaluation.md#served-models).",
+            effect="asks",
         ),
     ] = None
     model: Annotated[
         Text | None,
-        Option("Name of the model, if the server has several.", "Servers", metavar="NAME"),
+        Option(
+            "Name of the model, if the server has several.",
+            "Servers",
+            metavar="NAME",
+            effect="asks",
+        ),
     ] = None
     baseline_model: Annotated[
         Text | None,
@@ -353,13 +433,18 @@ class Evaluate(ScenarioSection):
             metavar="NAME",
             hidden=True,
             unset="`model`",
+            effect="asks",
         ),
     ] = None
     concurrency: Annotated[
         int,
         Gt(0),
         Le(4096),
-        Option("Maximum number of simultaneous requests to a server.", "Servers"),
+        Option(
+            "Maximum number of simultaneous requests to a server.",
+            "Servers",
+            effect="transports",
+        ),
     ] = DEFAULT_CONCURRENCY
     request_timeout: Annotated[
         float,
@@ -369,6 +454,7 @@ class Evaluate(ScenarioSection):
             "Servers",
             metavar="S",
             hidden=True,
+            effect="transports",
         ),
     ] = REQUEST_SECONDS
     retry_seconds: Annotated[
@@ -379,6 +465,7 @@ class Evaluate(ScenarioSection):
             "Servers",
             metavar="S",
             hidden=True,
+            effect="transports",
         ),
     ] = REQUEST_SECONDS
 

@@ -56,16 +56,14 @@ from vexport.run.directory import Digests, Run, Stage, data_digest, value_digest
 from vexport.run.given import RunModel
 from vexport.run.judging import outcome_and_reason, verdict_of
 from vexport.run.stages.making import check, checkpoint_inputs
-from vexport.scenario import Calibration
+from vexport.scenario import Calibration, Evaluate
+from vexport.scenario.declaring import keys_with
 from vexport.scenario.serve import EngineArguments
 
 LOG = logging.getLogger(__name__)
 # Settings of the evaluation that do not change a model's responses: limits of warnings and of the
 # verdict, and settings of requests to a server.
-_NOT_DIGESTED_SETTINGS = {
-    *("kl_limit", "nll_limit", "margin", "alpha", "gate"),
-    *("concurrency", "request_timeout", "retry_seconds"),
-}
+_NOT_DIGESTED_SETTINGS = {*keys_with(Evaluate, "judges", "transports")}
 SESSION = "session.json"
 CALIBRATION_TEXT_WARNING = (
     "evaluate.text is also the calibration data: give a text that was not used for calibration"
