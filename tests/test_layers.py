@@ -15,7 +15,7 @@ LAYERS = (
     {"version", "errors"},
     {"__init__", "records"},
     {"files", "bus_errors", "architectures", "numerics"},
-    {"checkpoint", "outputs", "formats", "observers", "config_files"},
+    {"checkpoint", "outputs", "formats", "observers", "config_files", "foreign"},
     {"scenario", "calibration"},
     {"plan", "checks"},
     {"quantize", "fidelity", "engine"},

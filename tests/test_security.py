@@ -19,6 +19,8 @@ from vexport.checkpoint.index import MAX_HEADER_BYTES, read_header
 from vexport.cli.entry import MAX_CHARACTERS, MAX_LINES
 from vexport.engine import process
 from vexport.errors import EnvironmentFault, InputError
+from vexport.evaluation.parquet_rows import LARGEST_CONTENT
+from vexport.foreign import LONGEST_LINE
 from vexport.inference.endpoint import server
 from vexport.inference.endpoint.server import Server
 from vexport.records import Endpoint
@@ -56,7 +58,9 @@ def test_limits_equal_code() -> None:
     for words in (
         f"{MOST_SECONDS:g} s for all names",
         f"| {MAX_HEADER_BYTES // 10**6} MB",
-        f"{sources.LONGEST_LINE >> 20} MB each",
+        f"{LONGEST_LINE >> 20} MB each",
+        f"{LONGEST_LINE >> 20} MB a line of JSON",
+        f"{LARGEST_CONTENT >> 30} GB of rows in a parquet file",
         f"a file that is one JSON list {sources.LARGEST_LIST >> 30} GB",
         f"after {data.MAX_BROKEN_ROWS} broken rows",
         f"after {data.MAX_MULTIMODAL_ROWS:,} rows with images",
@@ -100,7 +104,7 @@ def test_reading_ends_after_images(tmp_path: Path) -> None:
 def test_row_length_is_limited(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     with file.open("wb") as stream:
-        stream.write(b'{"text": "' + b"one " * (sources.LONGEST_LINE // 4) + b'"}\n')
+        stream.write(b'{"text": "' + b"one " * (LONGEST_LINE // 4) + b'"}\n')
     with pytest.raises(InputError, match="rows of at most 64 MB"):
         read(file)
 

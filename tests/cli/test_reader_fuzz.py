@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 
 from tests.models import Good
+from vexport.api.reading import history
 from vexport.checkpoint.index import read_header, read_index
 from vexport.cli.entry import cli, default_map
 from vexport.config_files import load_toml
 from vexport.errors import VexportError
 from vexport.evaluation.accepted import accept_results, read_accepted
+from vexport.evaluation.accepted_settings import accepted_settings
 from vexport.evaluation.verdict import decide
 from vexport.files import from_json
+from vexport.inference.stored_responses import StoredResponses, answer_from_json
 from vexport.inference.tasks import resolve_tasks
 from vexport.outputs.digests import listed_digests, recorded_digests
 from vexport.outputs.manifest import MANIFEST, recorded
@@ -47,6 +50,22 @@ VALUES: tuple[object, ...] = (
     {"": None},
     "re:[",
     "../x",
+    "inf",
+    "0-99999999999999999999",
+    "@digits",
+    "@levels",
+    "@doubled",
+)
+# Contents that Python cannot write as JSON, by the text in their place.
+RAW = {
+    b'"@digits"': b"9" * 5000,
+    b'"@levels"': b"[" * 5000 + b"]" * 5000,
+    b'"@doubled"': b'{"a": 1, "a": 2}, "score": 0, "task": "b", "score": 1, "doc_id": 7',
+}
+# Lines that are no objects, or not complete.
+LINES = (
+    *(b"5\n", b"null\n", b"[1]\n", b'[["k", {}]]\n', b"\n", b"\0\n", b'{"a": '),
+    *(b"[" * 5000 + b"\n", b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"\n"),
 )
 RECIPE = """
 default_stage:
@@ -74,6 +93,23 @@ ROW = {
     "target_hash": "c",
     "exact_match": 1.0,
 }
+PLAIN = {
+    **{"task": "sums", "id": 7, "score": 1, "seed": 0, "answer": "2", "finish_reason": "stop"},
+    "higher_is_better": True,
+}
+REVIEW = {
+    "index": 7,
+    "messages": [{"role": "user", "content": "1 + 1"}],
+    "target": ["2"],
+    "sample_score": {
+        **{"sample_id": None, "group_id": None, "generation_index": 0},
+        "score": {
+            **{"value": {"acc": 1.0}, "main_score_name": "acc", "status": "success"},
+            **{"prediction": "2", "extracted_prediction": "2"},
+        },
+    },
+}
+ANSWERS = {"a prompt": {"text": "2", "finish_reason": "stop"}}
 RESULTS = {
     "results": {"sums": {"alias": "sums", "exact_match,none": 1.0, "exact_match_stderr,none": 0.0}},
     "group_subtasks": {"sums": []},
@@ -130,7 +166,18 @@ def replaced(text: bytes, chance: random.Random) -> bytes:
         del container[key]  # type: ignore[arg-type]
     else:
         container[key] = chance.choice(VALUES)  # type: ignore[call-overload]
-    return json.dumps(value).encode("utf-8", "surrogatepass")
+    text = json.dumps(value).encode("utf-8", "surrogatepass")
+    for word, raw in RAW.items():
+        text = text.replace(word, raw)
+    return text
+
+
+def replaced_line(text: bytes, chance: random.Random) -> bytes:
+    """Return JSON lines with a value of one line replaced, or with a line that is no object."""
+    lines = text.splitlines(keepends=True)
+    at = chance.randrange(len(lines))
+    odd = chance.choice(LINES) if chance.random() < 0.3 else replaced(lines[at], chance) + b"\n"
+    return b"".join((*lines[:at], odd, *lines[at + 1 :]))
 
 
 def problem_of(read: Callable[[], object]) -> VexportError | None:
@@ -180,6 +227,26 @@ def files(
     def judge() -> object:
         return decide(root / "old", root / "new", margin=0.02, alpha=0.05, gate={})
 
+    def read_journal() -> object:
+        responses = StoredResponses(root / "answers-1.jsonl")
+        return [answer_from_json(answer) for answer in responses.values()]
+
+    for name, row in (("plain", PLAIN), ("reviews", REVIEW)):
+        rows = json.dumps(row) + "\n" + json.dumps(row | {"id": 8, "index": 8}) + "\n"
+        for side in ("old", "new"):
+            (root / name / side).mkdir(parents=True)
+            (root / name / side / "sums.jsonl").write_text(rows)
+    (root / "answers-1.jsonl").write_text(f"{json.dumps(ANSWERS)}\n{json.dumps(ANSWERS)}\n")
+
+    def judge_harness(name: str) -> Callable[[], object]:
+        sides = [root / name / side / "sums.jsonl" for side in ("old", "new")]
+        return lambda: decide(*sides, margin=0.02, alpha=0.05, gate={})
+
+    def judge_accepted() -> object:
+        accepted_settings(read_accepted(accepted))
+        history([accepted, REPORT])
+        return decide(accepted, root / "old", margin=0.02, alpha=0.05, gate={})
+
     def options() -> object:
         load_toml(root / "vexport.toml")
         return default_map(cli)
@@ -197,6 +264,10 @@ def files(
         "results": (root / "new" / "results_2026-01-01T00-00-00.000000.json", judge),
         "samples": (root / "new" / "samples_sums_2026-01-01T00-00-00.000000.jsonl", judge),
         "accepted": (accepted, lambda: read_accepted(accepted)),
+        "judged baseline": (accepted, judge_accepted),
+        "JSON lines": (root / "plain" / "new" / "sums.jsonl", judge_harness("plain")),
+        "reviews": (root / "reviews" / "new" / "sums.jsonl", judge_harness("reviews")),
+        "journal": (root / "answers-1.jsonl", read_journal),
         "manifest": (root / MANIFEST, lambda: recorded(root)),
         "report": (root / "report.json", lambda: from_json(Report, root / "report.json")),
     }
@@ -215,6 +286,7 @@ KINDS = (
         "options",
     ),
     *("results", "samples", "accepted", "manifest", "report"),
+    *("judged baseline", "JSON lines", "reviews", "journal"),
 )
 
 
@@ -236,7 +308,8 @@ def test_damaged_files_are_input_errors(
                 change = replaced if number % 2 else damaged
                 text = header_of(change(sound_json, chance)) + data
             else:
-                text = (replaced if is_json and number % 2 else damaged)(sound, chance)
+                replace = replaced_line if file.suffix == ".jsonl" else replaced
+                text = (replace if is_json and number % 2 else damaged)(sound, chance)
             file.write_bytes(text)
             problem = problem_of(read)
             assert problem is None or problem.exit_code in (1, 2, 3), (text[:2000], problem)

@@ -21,14 +21,15 @@ from vexport.checkpoint.source import DEFAULT_FILE, DataName, data_files, parse_
 from vexport.errors import InputError, first_line, require_working_disk
 from vexport.errors.extras import require_extra
 from vexport.files import require_fetched
+from vexport.foreign import LONGEST_LINE
 from vexport.records import CalibrationData
 
 T = TypeVar("T")
 # The size of the shuffle buffer, as in a stream of `datasets`.
 SHUFFLE_BUFFER = 10_000
-# Limits in bytes for a line or paragraph, and for a file that is a JSON list. Without limits, a
-# device file would be read forever.
-LONGEST_LINE, LARGEST_LIST = 1 << 26, 1 << 30
+# Limit in bytes for a file that is a JSON list. A line or paragraph has at most LONGEST_LINE bytes.
+# Without limits, a device file would be read forever.
+LARGEST_LIST = 1 << 30
 TEXT, PARQUET = (".txt", ".md"), ".parquet"
 # Number of bytes read from the start of a file to detect its format, and maximum number of bytes
 # parsed to detect a JSON object that spans several lines.

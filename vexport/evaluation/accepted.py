@@ -26,8 +26,9 @@ from vexport.evaluation.margins import margins_to_store, with_margins
 from vexport.evaluation.metrics import is_no_share, known_direction
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
-from vexport.evaluation.settings import DIGITS, changed_settings
+from vexport.evaluation.settings import DIGITS, FEWSHOT, MAX_GEN_TOKS, changed_settings
 from vexport.files import digest_file, from_json, read_json_object, to_json, write_text
+from vexport.foreign import require_unique_fields, span, stated_number
 from vexport.inference.fingerprint import Fingerprint
 from vexport.inference.questions import DIGEST_LENGTH, QuestionDigests, question_digest
 from vexport.records import AcceptedBaseline
@@ -39,6 +40,11 @@ LINE = 100
 WHOLE = "."
 """Letter of a response that was not cut, is not empty, and contains an answer."""
 _KIND = "vexport_baseline"
+# Decimals of a stored mean score, and the largest difference that can come from rounding.
+_DECIMALS, _PRECISION = 6, 1.1e-6
+# Settings of the fingerprint that are read as numbers.
+_NUMBERS = ("limit", MAX_GEN_TOKS)
+_FIX_RESTORE = "restore it from git, or accept it again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,23 +112,47 @@ def read_accepted(path: Path) -> Accepted:
         fix = "make it with `vexport eval --accept FILE`"
         raise InputError(str(path), got=got, need="an accepted baseline", fix=fix)
     accepted = from_json(Accepted, path)
-    problems = []
+    require_unique_fields(path)
+    problems = [*_group_problems(path, accepted)]
     for name, task in accepted.tasks.items():
         try:
-            stored_scores(task)
+            _require_score(task, stored_scores(task))
             stored_endings(task)
         except ValueError as error:
             where = f"{path}: tasks.{name}"
             need = "a score and a question's digest for each document, as vexport wrote them"
-            fix = "restore it from git, or accept it again"
-            problems.append(InputError(where, got=str(error), need=need, fix=fix))
+            problems.append(InputError(where, got=str(error), need=need, fix=_FIX_RESTORE))
+    for name, words in accepted.fingerprint.items():
+        if name in _NUMBERS or name.startswith(FEWSHOT):
+            stated_number(f"{path}: fingerprint", name, words)
     try:
         margins_by_task(accepted.margin)
     except ValueError as error:
-        got, fix = shown(accepted.margin), "restore it from git, or accept it again"
-        problems.append(InputError(f"{path}: margin", got=got, need=str(error), fix=fix))
+        got = shown(accepted.margin)
+        problems.append(InputError(f"{path}: margin", got=got, need=str(error), fix=_FIX_RESTORE))
     raise_all(problems)
     return accepted
+
+
+def _group_problems(path: Path, accepted: Accepted) -> Iterator[InputError]:
+    """Yield an error for each group without tasks, or with a task that the file does not have."""
+    for name, members in accepted.groups.items():
+        unknown = [member for member in members if member not in accepted.tasks]
+        if unknown or not members:
+            got = f"the unknown task {shown(unknown[0], 100)}" if unknown else "no task"
+            need = "tasks of this file"
+            yield InputError(f"{path}: groups.{name}", got=got, need=need, fix=_FIX_RESTORE)
+
+
+def _require_score(task: AcceptedTask, stored: Mapping[int, tuple[float, str]]) -> None:
+    """Raise ValueError if the stored mean is not the mean of the stored scores."""
+    mean = _rounded_mean([score for score, _ in stored.values()])
+    if not math.isclose(task.score, mean, rel_tol=1e-9, abs_tol=_PRECISION):
+        raise ValueError(f"score {task.score}, but the mean of its documents is {mean}")
+
+
+def _rounded_mean(scores: Sequence[float]) -> float:
+    return round(math.fsum(scores) / len(scores), _DECIMALS)
 
 
 def require_writable(path: Path) -> None:
@@ -239,7 +269,7 @@ def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
         filter=gate.filter,
         higher_is_better=_stated_direction(results.tasks[name], gate),
         documents=len(samples),
-        score=round(math.fsum(scores) / len(scores), 6),
+        score=_rounded_mean(scores),
         scores={line: _scores_text(chunk, gate.metric) for line, chunk in lines.items()},
         questions={line: "".join(map(_question, chunk)) for line, chunk in lines.items()},
         endings=_endings_text(lines),
@@ -301,8 +331,7 @@ def stored_scores(task: AcceptedTask) -> dict[int, tuple[float, str]]:
     """
     stored: dict[int, tuple[float, str]] = {}
     for where, text in task.scores.items():
-        first, _, last = where.partition("-")
-        documents = range(int(first), int(last) + 1)
+        documents = span(where)
         scores = [float(score) for score in (text if set(text) <= {"0", "1"} else text.split(" "))]
         digests = task.questions.get(where, "")
         if not len(documents) == len(scores) == len(digests) / DIGEST_LENGTH or not all(
@@ -334,8 +363,7 @@ def stored_endings(task: AcceptedTask) -> dict[int, Ending] | None:
         return None
     endings = dict.fromkeys(stored_scores(task), LETTERS[WHOLE])
     for line, letters in task.endings.items():
-        first, _, last = line.partition("-")
-        documents = range(int(first), int(last) + 1)
+        documents = span(line)
         if (
             line not in task.scores
             or len(letters) != len(documents)

@@ -172,7 +172,7 @@ def recovered_settings(
     with suppress(KeyError, ValueError):
         settings["limit"] = _number(fingerprint["limit"])
     counts = {fingerprint.get(f"{FEWSHOT}{task}", "") for task in tasks}
-    if len(counts) == 1 and (count := counts.pop()).isdecimal():
+    if len(counts) == 1 and (count := counts.pop()).isdecimal() and len(count) < 16:
         settings["num_fewshot"] = int(count)
     if CHAT_TEMPLATE in fingerprint and fingerprint.get(MULTITURN) == "False":
         settings["fewshot_as_multiturn"] = False

@@ -12,7 +12,6 @@ same verdict for every harness.
 """
 
 import hashlib
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,15 +19,29 @@ from typing import Literal
 
 from vexport.errors import InputError, clip
 from vexport.errors.extras import require_extra
-from vexport.evaluation.json_lines import json_lines
 from vexport.evaluation.lost import CUT_REASONS, Ending, ending_of
+from vexport.evaluation.parquet_rows import parquet_rows
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
+from vexport.foreign import (
+    identity,
+    is_whole_number,
+    json_lines,
+    number,
+    text,
+    whole_number,
+)
 from vexport.inference.result_files import TIMESTAMP, result_files
+from vexport.outputs.replaceable import resolved
 from vexport.records import Json
 
 Harness = Literal["lm-eval", "lighteval", "EvalScope", "JSON lines"]
 _SUCCESS = "success"
 _DETAILS = "details_"
+# The other fields of `model_response` are token ids, which take more space than the texts.
+_DETAIL_COLUMNS = (
+    *("doc", "metric"),
+    *(f"model_response.{name}" for name in ("text", "text_post_processed", "logprobs")),
+)
 # A length limit that no response reaches. A response then counts as cut only if its finish reason
 # is in CUT_REASONS, or if its thinking does not end.
 _UNLIMITED_LENGTH = 2**31
@@ -142,7 +155,7 @@ def _review_files(path: Path) -> list[Path]:
     The given folder may also be named `reviews` itself, or be a folder in `reviews`.
     """
     files = [file for file in path.rglob("*.jsonl") if file.is_file()]
-    if "reviews" in path.resolve().parts[-2:]:
+    if "reviews" in resolved(path).parts[-2:]:
         return sorted(files)
     return sorted(file for file in files if "reviews" in file.relative_to(path).parts)
 
@@ -179,9 +192,6 @@ def _plain_answer(where: str, row: Mapping[str, Json]) -> tuple[str, Answer]:
     task, seed = row["task"], row.get("seed")
     if not isinstance(task, str) or not task:
         raise InputError(where, got=f"task {clip(repr(task), 100)}", need="a name", fix=fix)
-    if seed is not None and (type(seed) is not int or seed < 0):
-        got = f"seed {clip(repr(seed), 100)}"
-        raise InputError(where, got=got, need="a whole number from 0", fix=fix)
     direction = row.get("higher_is_better")
     if direction is not None and not isinstance(direction, bool):
         got = f"higher_is_better {clip(repr(direction), 100)}"
@@ -191,8 +201,8 @@ def _plain_answer(where: str, row: Mapping[str, Json]) -> tuple[str, Answer]:
     reason = row.get("finish_reason")
     return task, Answer(
         where=where,
-        identity=_identity(where, row["id"]),
-        seed=seed,
+        identity=identity(where, "id", row["id"]),
+        seed=None if seed is None else whole_number(where, "seed", seed),
         scores=scores,
         text=_text_or_none(row.get("answer")),
         finish_reason=reason if isinstance(reason, str) else None,
@@ -201,16 +211,8 @@ def _plain_answer(where: str, row: Mapping[str, Json]) -> tuple[str, Answer]:
     )
 
 
-def _identity(where: str, value: Json) -> str:
-    """Return a document's id as text, so that 7 and "7" are the same document."""
-    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
-        got = f"id {clip(repr(value), 100)}"
-        raise InputError(where, got=got, need="a number or a text", fix="name each document")
-    return str(value)
-
-
 def _text_or_none(value: Json) -> str | None:
-    return value if value is None or isinstance(value, str) else str(value)
+    return None if value is None else text(value)
 
 
 def _numbers(where: str, values: Mapping[str, Json]) -> dict[str, float]:
@@ -218,19 +220,11 @@ def _numbers(where: str, values: Mapping[str, Json]) -> dict[str, float]:
 
     Raises InputError for text, and for numbers that are not finite.
     """
-    numbers: dict[str, float] = {}
-    for name, value in values.items():
-        if isinstance(value, str):
-            got = f"{name} {clip(repr(value), 100)}"
-            raise InputError(where, got=got, need="a number", fix="evaluate again")
-        if isinstance(value, bool | int | float):
-            number = float(value)
-            if not math.isfinite(number):
-                raise InputError(
-                    where, got=f"{name} {number}", need="a finite number", fix="evaluate again"
-                )
-            numbers[name] = number
-    return numbers
+    return {
+        text(name): number(where, name, value)
+        for name, value in values.items()
+        if value is not None and not isinstance(value, list | dict)
+    }
 
 
 def _read_reviews(path: Path) -> dict[str, _Task]:
@@ -253,11 +247,9 @@ def _review(where: str, row: Mapping[str, Json]) -> Answer:
     if not isinstance(sample, dict) or not isinstance(score, dict) or not isinstance(values, dict):
         raise InputError(where, got="no sample_score with a score", need=need, fix=fix)
     ids = (sample.get("group_id"), sample.get("sample_id"), row.get("index"))
-    identity = next((value for value in ids if value is not None), None)
+    document = next((value for value in ids if value is not None), None)
     seed = sample.get("generation_index")
-    if seed is not None and (type(seed) is not int or seed < 0):
-        got = f"generation_index {clip(repr(seed), 100)}"
-        raise InputError(where, got=got, need="a whole number from 0", fix=fix)
+    target = row.get("target")
     status = score.get("status", _SUCCESS)
     is_scored = status == _SUCCESS
     scores = _numbers(where, values) if is_scored else {}
@@ -265,14 +257,14 @@ def _review(where: str, row: Mapping[str, Json]) -> Answer:
     ordered = sorted(scores, key=lambda name: name != main)
     return Answer(
         where=where,
-        identity=_identity(where, identity),
-        seed=seed,
+        identity=identity(where, "id", document),
+        seed=None if seed is None else whole_number(where, "generation_index", seed),
         scores={name: scores[name] for name in ordered},
         prompt=_prompt_text(row.get("messages")),
-        target=", ".join(map(str, target)) if isinstance(target := row.get("target"), list) else "",
+        target=", ".join(map(text, target)) if isinstance(target, list) else "",
         text=_text_or_none(score.get("prediction")),
         extracted=_text_or_none(score.get("extracted_prediction")),
-        problem="" if scores else f"its score has the status {status}",
+        problem="" if scores else f"its score has the status {clip(text(status), 100)}",
     )
 
 
@@ -283,7 +275,7 @@ def _prompt_text(messages: Json) -> str:
         if not isinstance(message, dict) or message.get("role") == "assistant":
             break
         content = message.get("content")
-        texts.append(content if isinstance(content, str) else str(content))
+        texts.append(text(content))
     return "\n".join(texts)
 
 
@@ -295,9 +287,8 @@ def _read_details(path: Path) -> dict[str, _Task]:
     newest = {_task_of(file): file for file in sorted(files, key=_date_of)}
     tasks: dict[str, _Task] = {}
     for name, file in newest.items():
-        answers = [
-            _detail(f"{file}, row {number}", row) for number, row in enumerate(_rows(file), 1)
-        ]
+        rows = parquet_rows(file, _DETAIL_COLUMNS, "lighteval's details")
+        answers = [_detail(where, row) for where, row in rows]
         tasks[name] = _Task(file, answers)
     return tasks
 
@@ -318,45 +309,31 @@ def _date_of(file: Path) -> str:
     return found[1] if found else ""
 
 
-def _rows(file: Path) -> Iterator[dict[str, Json]]:
-    import pyarrow  # type: ignore[import-untyped]
-    import pyarrow.parquet as parquet  # type: ignore[import-untyped]
-
-    need, fix = "lighteval's details", "restore the file, or evaluate again"
-    try:
-        table = parquet.read_table(file, columns=["doc", "metric", "model_response"])
-        rows = table.to_pylist()
-    except (pyarrow.ArrowException, OSError, KeyError) as error:
-        got = clip(f"{type(error).__name__}: {error}".splitlines()[0], 200)
-        raise InputError(str(file), got=got, need=need, fix=fix) from None
-    if missing := {"doc", "metric", "model_response"} - set(table.column_names):
-        got = f"no column {', '.join(sorted(missing))}"
-        raise InputError(str(file), got=got, need=need, fix=fix)
-    yield from rows
-
-
 def _detail(where: str, row: Mapping[str, Json]) -> Answer:
+    fix = "evaluate again"
+    if missing := {"doc", "metric", "model_response"} - row.keys():
+        got = f"no column {', '.join(sorted(missing))}"
+        raise InputError(where, got=got, need="lighteval's details", fix=fix)
     doc, metric, response = row["doc"], row["metric"], row["model_response"]
     if not isinstance(doc, dict) or not isinstance(metric, dict) or not isinstance(response, dict):
-        raise InputError(
-            where, got="an empty row", need="lighteval's details", fix="evaluate again"
-        )
-    query = str(doc.get("query") or "")
+        raise InputError(where, got="an empty row", need="lighteval's details", fix=fix)
+    query = text(doc.get("query") or "")
     listed = doc.get("choices")
-    choices = [str(choice) for choice in listed] if isinstance(listed, list) else []
+    choices = [text(choice) for choice in listed] if isinstance(listed, list) else []
     texts, log_likelihoods = response.get("text"), response.get("logprobs")
     kept = response.get("text_post_processed") or texts
+    scores = _numbers(where, metric)
     is_choice = isinstance(log_likelihoods, list) and bool(log_likelihoods) and len(choices) > 1
-    identity = doc.get("id")
+    document = doc.get("id")
     return Answer(
         where=where,
-        identity=str(identity) if identity not in (None, "") else _digest(query, *choices),
-        scores=_numbers(where, metric),
+        identity=text(document) if document not in (None, "") else _digest(query, *choices),
+        scores=scores,
         prompt=query,
         target=_gold(choices, doc.get("gold_index")),
         text=_join_texts(kept) if not is_choice else None,
         options=len(choices) if is_choice else 0,
-        problem="" if _numbers(where, metric) else "it has no score that is a number",
+        problem="" if scores else "it has no score that is a number",
     )
 
 
@@ -364,7 +341,7 @@ def _join_texts(texts: Json) -> str | None:
     """Join the generated texts of a document. Return None if nothing was generated."""
     if not isinstance(texts, list) or not texts:
         return None
-    return "\n".join(str(text) for text in texts)
+    return "\n".join(map(text, texts))
 
 
 def _gold(choices: Sequence[str], index: Json) -> str:
@@ -512,14 +489,12 @@ def _with_seeds(answers: Sequence[Answer]) -> Iterator[tuple[Answer, int]]:
 
 
 def _sample(answer: Answer, seed: int) -> Sample:
-    identity = answer.identity
-    is_number = identity.isdecimal() and identity.isascii() and str(int(identity)) == identity
     shown = answer.text if answer.text is not None else "(the response was not kept)"
     compared = answer.extracted if answer.extracted is not None else answer.text
     return Sample(
-        doc_id=int(identity) if is_number else identity,
+        doc_id=int(answer.identity) if is_whole_number(answer.identity) else answer.identity,
         filter="none",
-        hashes=(_digest(identity), _digest(answer.prompt), _digest(answer.target)),
+        hashes=(_digest(answer.identity), _digest(answer.prompt), _digest(answer.target)),
         prompt=answer.prompt,
         target=answer.target,
         shown_text=shown,

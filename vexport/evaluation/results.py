@@ -13,7 +13,6 @@ from pathlib import Path
 
 from vexport.errors import InputError, clip
 from vexport.evaluation.aggregates import NotReadable, numbers_in, softmax
-from vexport.evaluation.json_lines import json_lines
 from vexport.evaluation.lost import Ending, ending_of
 from vexport.evaluation.metrics import (
     AGGREGATIONS,
@@ -32,6 +31,7 @@ from vexport.evaluation.settings import (
     unseparated_thinking,
 )
 from vexport.files import read_json_object
+from vexport.foreign import is_whole_number, json_lines
 from vexport.inference.added_keys import FINISH_REASON, SEED
 from vexport.inference.fingerprint import read_fingerprint
 from vexport.inference.questions import HASHES
@@ -341,11 +341,13 @@ def _shown_and_compared(
 
 
 def _number(response: list[Json]) -> float:
+    """Return the log-likelihood of an option. It is -inf if the value cannot be one."""
     value = _first(response)
     try:
-        return float(value) if isinstance(value, (str, int, float)) else -math.inf
+        found = float(value) if isinstance(value, (str, int, float)) else -math.inf
     except (ValueError, OverflowError):
         return -math.inf
+    return found if math.isfinite(found) else -math.inf
 
 
 def _score(value: int | float) -> float:
@@ -641,14 +643,16 @@ def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSample
     given = recorded_prompting(content, ()).generation
     longest = given.get("max_gen_toks", "")
     generation = Generation(
-        longest=int(longest) if longest.isdecimal() else DEFAULT_LENGTH,
+        longest=int(longest) if is_whole_number(longest) else DEFAULT_LENGTH,
         is_stripped=bool(given.get("think_end_token")),
     )
     samples = read_samples(
         path, task, output_type=output_type, higher_is_better=directions, generation=generation
     )
     recorded = mapping_in(mapping_in(content, "results"), task)
-    numbers = {name: value for name, value in recorded.items() if isinstance(value, int | float)}
+    numbers = {
+        name: _score(value) for name, value in recorded.items() if isinstance(value, int | float)
+    }
     return replace(
         samples,
         aggregations=_aggregations(config),

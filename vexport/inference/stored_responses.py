@@ -4,10 +4,12 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from vexport.engine.messages import ANSWERS
+from vexport.errors import InputError
+from vexport.files import require_no_device
+from vexport.foreign import json_object
 from vexport.outputs.manifest import is_recorded, record
 from vexport.records import Json
 
@@ -56,14 +58,19 @@ class StoredResponses(dict[str, Json]):
         super().__init__()
         self._file = file
         content = b""
+        if file is not None:
+            require_no_device(file)
         if file is not None and file.is_file():
             content = file.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if file is not None and len(whole) < len(content):
             os.truncate(file, len(whole))
-        for line in whole.splitlines():
-            with suppress(ValueError):  # lines that older versions did not remove
-                self.update(json.loads(line))
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                self.update(json_object(line, f"{file}:{number}", "responses by prompt"))
+            except InputError:
+                if _is_json(line):  # older versions did not remove incomplete lines
+                    raise
 
     def add(self, answers: Mapping[str, Json]) -> None:
         """Store responses."""
@@ -74,6 +81,17 @@ class StoredResponses(dict[str, Json]):
         with self._file.open("a", encoding="utf-8") as file:
             for key, answer in answers.items():
                 file.write(f"{json.dumps({key: answer})}\n")
+
+
+def _is_json(line: bytes) -> bool:
+    """Return True if a line is JSON, or is nested too deeply to be parsed."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    except RecursionError:
+        pass
+    return True
 
 
 def open_stored_responses(output: Path, identity: str) -> StoredResponses:

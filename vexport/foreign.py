@@ -1,0 +1,213 @@
+"""Read numbers, names and texts from files that other people wrote.
+
+All readers of results, accepted baselines and stored responses use these functions, so that a
+value is usable, or an InputError with its file, row and field. Such files contain numbers with
+thousands of digits, infinite numbers, halves of surrogate pairs, doubled fields and ranges without
+end.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from vexport.errors import InputError, clip, require_working_disk, shown
+from vexport.files import require_no_device
+from vexport.records import Json
+from vexport.records.values import json_type
+
+LONGEST_LINE = 1 << 26
+"""Most bytes in a line of JSON. Calibration data has the same limit."""
+FIX = "restore the file, or evaluate again"
+# Most levels of lists and objects in a row. Python's own limit depends on the caller.
+_MOST_LEVELS = 100
+# Most digits of a number that is parsed. Longer numbers are beyond a float's range.
+_MOST_DIGITS = 400
+_WHOLE = re.compile(r"0|[1-9][0-9]{0,17}")
+_SPAN = re.compile(r"([0-9]{1,15})-([0-9]{1,15})")
+# Spellings of halves of surrogate pairs: escaped, and as bytes.
+_SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+
+
+def json_lines(path: Path, need: str) -> Iterator[tuple[str, dict[str, Json]]]:
+    """Yield (file:line, JSON object) for every line. `need` describes a valid line in errors.
+
+    Raises:
+        InputError: If the file cannot be read, or a line is too long or not a JSON object.
+    """
+    require_no_device(path)
+    try:
+        with path.open("rb") as file:
+            for number, line in _lines(path, file):
+                where = f"{path}:{number}"
+                yield where, json_object(line, where, need)
+    except OSError as error:
+        require_working_disk(error, path)
+        got = error.strerror or str(error)
+        raise InputError(
+            str(path), got=got, need="a file that can be read", fix="check it"
+        ) from None
+
+
+def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            need = f"at most {LONGEST_LINE >> 20} MB"
+            raise InputError(f"{path}:{number}", got="a longer line", need=need, fix=FIX)
+        yield number, line
+
+
+def json_object(content: bytes, where: str, need: str) -> dict[str, Json]:
+    """Parse a JSON object. Halves of surrogate pairs in its texts become `?`.
+
+    Raises:
+        InputError: If the content is not an object, is nested too deeply or has a field twice.
+    """
+    doubled = ""
+
+    def fields(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+        nonlocal doubled
+        found = dict(pairs)
+        names = [name for name, _ in pairs]
+        twice = len(found) < len(pairs)
+        doubled = next(name for name in names if names.count(name) > 1) if twice else ""
+        return found
+
+    try:
+        value: Json = json.loads(content, parse_int=_parsed_number, object_pairs_hook=fields)
+    except (ValueError, RecursionError) as error:
+        got = f"broken JSON ({error})"
+        raise InputError(where, got=got, need=need, fix=FIX) from None
+    if not isinstance(value, dict):
+        got = f"{json_type(value)} instead of an object"
+        raise InputError(where, got=got, need=need, fix=FIX)
+    if doubled:  # of the whole row, whose object is complete last
+        raise InputError(where, got=f"{shown(doubled, 100)} twice", need="each field once", fix=FIX)
+    if content.count(b"[") + content.count(b"{") > _MOST_LEVELS and _is_deep(value):
+        got = f"more than {_MOST_LEVELS} levels of lists and objects"
+        raise InputError(where, got=got, need=need, fix=FIX)
+    if _SURROGATES.search(content):
+        cleaned = _cleaned(value)
+        assert isinstance(cleaned, dict)
+        return cleaned
+    return value
+
+
+def _parsed_number(digits: str) -> int | float:
+    """Return a whole number, or an infinite number for one that no float is close to."""
+    if len(digits) <= _MOST_DIGITS:
+        return int(digits)
+    return -math.inf if digits.startswith("-") else math.inf
+
+
+def _is_deep(value: Json) -> bool:
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return bool(level)
+
+
+def _cleaned(value: Json) -> Json:
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, list):
+        return [_cleaned(entry) for entry in value]
+    if isinstance(value, dict):
+        return {text(key): _cleaned(entry) for key, entry in value.items()}
+    return value
+
+
+def require_unique_fields(path: Path) -> None:
+    """Raise InputError if an object in a JSON file has a field twice, as after a merge."""
+
+    def fields(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+        found: dict[str, Json] = {}
+        for name, value in pairs:
+            if name in found:
+                got = f"the field {shown(name, 100)} twice"
+                raise InputError(str(path), got=got, need="each field once", fix=FIX)
+            found[name] = value
+        return found
+
+    json.loads(path.read_bytes(), object_pairs_hook=fields)
+
+
+def number(where: str, name: str, value: object) -> float:
+    """Return a finite number. A truth value is 0 or 1.
+
+    Raises:
+        InputError: If the value is no number, is not finite or is beyond a float's range.
+    """
+    try:
+        found = float(value) if isinstance(value, bool | int | float) else None
+    except OverflowError:
+        found = math.inf
+    if found is None:
+        raise InputError(where, got=f"{name} {shown(value, 100)}", need="a number", fix=FIX)
+    if not math.isfinite(found):
+        raise InputError(where, got=f"{name} {found}", need="a finite number", fix=FIX)
+    return found
+
+
+def whole_number(where: str, name: str, value: object) -> int:
+    """Return a whole number from 0. Raises InputError for any other value."""
+    if type(value) is not int or value < 0:
+        got = f"{name} {shown(value, 100)}"
+        raise InputError(where, got=got, need="a whole number from 0", fix=FIX)
+    return value
+
+
+def identity(where: str, name: str, value: object) -> str:
+    """Return a document's id as text, so that 7 and "7" are the same document.
+
+    Raises:
+        InputError: If the value is no whole number and no text.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+        got = f"{name} {shown(value, 100)}"
+        raise InputError(where, got=got, need="a number or a text", fix="name each document")
+    return text(value)
+
+
+def is_whole_number(digits: str) -> bool:
+    """Return True if a text is a number from 0 as it is usually written, of at most 18 digits."""
+    return _WHOLE.fullmatch(digits) is not None
+
+
+def stated_number(where: str, name: str, words: str) -> float | None:
+    """Return the number that a text contains, or None if it contains something else.
+
+    Raises:
+        InputError: If the number is not finite, or has more than 15 digits.
+    """
+    try:
+        found = float(words)
+    except ValueError:
+        return None
+    if not abs(found) < 1e15:
+        got = f"{name} {clip(words, 100)}"
+        raise InputError(where, got=got, need="a number of at most 15 digits", fix=FIX)
+    return found
+
+
+def span(words: str) -> range:
+    """Return the numbers of a range such as `0-99`. Raises ValueError for any other text."""
+    found = _SPAN.fullmatch(words)
+    if found is None:
+        raise ValueError(f"{clip(words, 60)} instead of a range such as 0-99")
+    return range(int(found[1]), int(found[2]) + 1)
+
+
+def text(value: object) -> str:
+    """Return a value as text that can be stored as UTF-8. Halves of surrogate pairs become `?`."""
+    words = str(value)
+    return words if words.isascii() else words.encode("utf-8", "replace").decode()
