@@ -63,6 +63,15 @@ FOUND_BY_LOADERS = {
     *(f"{good}: dtype auto: raises" for good in ("FP8_BLOCK", "W4A16_ASYM of Gemma")),
     "FP8_BLOCK: activation null: raises",
 }
+# Mutations of which the check only warns: vLLM's default scale of 1.0 in all layers of an FP8 KV
+# cache suits many models, but not these.
+FOUND_WITH_WARNING = {
+    *(
+        f"{good}: KV cache announced without scales: wrong"
+        for good in ("FP8_DYNAMIC with biases", "NVFP4", "W4A16", "W8A8 tied")
+    ),
+    *(f"{good}: KV cache dynamic: wrong" for good in ("NVFP4A16", "W4A16_ASYM", "peer's NVFP4A16")),
+}
 # Most divergence of a harmless mutation from the unquantized model, as a multiple of the sound
 # checkpoint's divergence.
 MOST_DIVERGENCE = 1.1
