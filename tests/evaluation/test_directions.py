@@ -1,13 +1,14 @@
 """Directions of metrics: stated by the harness or the user, defined by the name, or assumed."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.command import Ran, vexport
 from tests.evaluation.make import edit_results
-from tests.evaluation.test_harnesses import write_lines, write_lm_eval
+from tests.evaluation.test_harnesses import FILES, write_lines, write_lm_eval
 from tests.texts import assert_contains
 from vexport.errors import InputError
 from vexport.evaluation.accepted import accept_results, choice_of, read_accepted
@@ -138,6 +139,28 @@ def test_gate_option(tmp_path: Path) -> None:
     assert run("speech=score:higher").code == 0
     assert_contains(run("speech=:lower").stderr, "need [TASK=]METRIC")
     assert_contains(run("score:down").stderr, "got score:down, which the task does not have")
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        {"metric_name": "em", "higher_is_better": False},
+        {"metric_name": ["em", "qem"], "higher_is_better": {"em": False, "qem": True}},
+    ],
+)
+def test_lighteval_states_direction(metric: dict[str, object], tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    shutil.copytree(FILES / "lighteval", tmp_path, dirs_exist_ok=True)
+    base, new = tmp_path / "base", tmp_path / "new"
+    silent = verdict_of(base, new)
+    assert is_assumed(silent)
+    (file,) = base.rglob("results_*.json")
+    content = json.loads(file.read_text())
+    content["config_tasks"] = {"sums|0": {"metrics": [metric]}}
+    file.write_text(json.dumps(content))
+    stated = verdict_of(base / "details", new)
+    assert not is_assumed(stated)
+    assert stated.tasks[0].difference == -silent.tasks[0].difference
 
 
 def test_chosen_metric() -> None:

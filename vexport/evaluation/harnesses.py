@@ -22,6 +22,8 @@ from vexport.errors.extras import require_extra
 from vexport.evaluation.lost import CUT_REASONS, Ending, ending_of
 from vexport.evaluation.parquet_rows import parquet_rows
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
+from vexport.evaluation.settings import mapping_in
+from vexport.files import read_json_object
 from vexport.foreign import (
     identity,
     is_whole_number,
@@ -74,10 +76,14 @@ class Answer:
 
 @dataclass(slots=True)
 class _Task:
-    """Responses to a task, in the order of the rows in its file."""
+    """Responses to a task, in the order of the rows in its file.
+
+    `directions` has the metrics for which the harness recorded whether higher is better.
+    """
 
     file: Path
     answers: list[Answer] = field(default_factory=list)
+    directions: Mapping[str, bool] = field(default_factory=dict)
 
 
 def read_any_results(path: Path, names: Collection[str] = ()) -> Results:
@@ -289,8 +295,40 @@ def _read_details(path: Path) -> dict[str, _Task]:
     for name, file in newest.items():
         rows = parquet_rows(file, _DETAIL_COLUMNS, "lighteval's details")
         answers = [_detail(where, row) for where, row in rows]
-        tasks[name] = _Task(file, answers)
+        tasks[name] = _Task(file, answers, _recorded_directions(_results_beside(file), name))
     return tasks
+
+
+def _results_beside(file: Path) -> Path | None:
+    """Return the results file of the same run as lighteval's details, None if it is missing.
+
+    lighteval writes `details/MODEL/DATE/details_TASK_DATE.parquet` and
+    `results/MODEL/results_DATE.json`.
+    """
+    model = _model_folder(file)
+    for folder in model.parents:
+        results = folder.parent / "results" / model.relative_to(folder)
+        found = results / f"results_{_date_of(file)}.json"
+        if folder.name == "details" and found.is_file():
+            return found
+    return None
+
+
+def _recorded_directions(results: Path | None, task: str) -> dict[str, bool]:
+    """Return whether higher is better, by metric, from lighteval's results file.
+
+    `config_tasks` has a list of metrics for each task. A metric that groups several has a list of
+    names, and a direction for each name.
+    """
+    content = {} if results is None else read_json_object(results)
+    listed = mapping_in(mapping_in(content, "config_tasks"), task).get("metrics")
+    directions: dict[str, Json] = {}
+    for metric in listed if isinstance(listed, list) else []:
+        if isinstance(metric, dict):
+            better = metric.get("higher_is_better")
+            single = {str(metric.get("metric_name")): better}
+            directions |= better if isinstance(better, dict) else single
+    return {name: value for name, value in directions.items() if isinstance(value, bool)}
 
 
 def _model_folder(file: Path) -> Path:
@@ -391,7 +429,9 @@ def _samples(name: str, task: _Task, harness: Harness) -> TaskSamples:
     return TaskSamples(
         task=name,
         file=task.file,
-        higher_is_better={} if direction is None else dict.fromkeys(metrics, direction),
+        higher_is_better=task.directions
+        if direction is None
+        else dict.fromkeys(metrics, direction),
         samples=ordered,
         aggregations=dict.fromkeys(metrics, "mean"),
         unscored=unscored,
