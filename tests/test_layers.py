@@ -34,7 +34,9 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 LATE_IMPORTS = {
     "api": ("vexport",),
     "checks": ("vexport",),
-    "calibration": ("compressed_tensors", "datasets", "huggingface_hub", "pyarrow", "transformers"),
+    "calibration": (
+        *("compressed_tensors", "datasets", "huggingface_hub", "pandas", "pyarrow", "transformers"),
+    ),
     "cli": ("rich", "vexport"),
     "plan": ("vexport",),
     "quantize": ("vexport",),

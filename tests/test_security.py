@@ -90,7 +90,8 @@ def test_header_beyond_limit_is_not_read(tmp_path: Path) -> None:
 def test_reading_ends_after_broken_rows(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("broken\n" * 100_000 + '{"text": "one plus two"}\n')
-    with pytest.raises(InputError, match=rf"rows.jsonl:1 and {data.MAX_BROKEN_ROWS - 1} more rows"):
+    more = f"{data.MAX_BROKEN_ROWS - 1} more rows"
+    with pytest.raises(InputError, match=rf"rows.jsonl: line 1 and {more}"):
         read(file)
 
 

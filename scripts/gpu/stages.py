@@ -188,7 +188,7 @@ def equal_bytes(ours: Path, cpus: Path) -> Iterator[Row]:
 
 def rows_of(sizes: Sizes, behind: int = 0) -> Samples:
     """Return rows of the demo's text, after skipping `behind` rows."""
-    data = settings(sizes, "cpu").source(behind + sizes.samples)
+    data = settings(sizes, "cpu").sources(behind + sizes.samples)
     samples = read_samples(data, DEMO / "model", vocab_size=384)
     return samples.select(range(behind, len(samples.rows)))
 

@@ -91,7 +91,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read(name: object, model: Path = DEMO, **settings: object) -> Samples:
     values = {"data": name, "samples": 8, "seq_len": 16, **settings}
-    source = Calibration.model_validate(values).source()
+    source = Calibration.model_validate(values).sources()
     return read_samples(source, model, vocab_size=VOCABULARY)
 
 

@@ -21,7 +21,10 @@ from tests.texts import assert_contains
         ("plan EMPTY --scheme FP8", ["EMPTY", "no config.json"]),
         ("quantize LLAMA OUT --scheme NVFP5", ["NVFP5", "did you mean NVFP4"]),
         ("quantize LLAMA OUT --scheme FP8_DYNAMIC --observer mimax", ["mimax", "minmax"]),
-        ("quantize LLAMA OUT --scheme FP8 --calibration BROKEN", ["BROKEN:2", "JSON"]),
+        (
+            "quantize LLAMA OUT --scheme FP8 --calibration BROKEN",
+            ["BROKEN: line 2", "invalid JSON, column"],
+        ),
         ("quantize LLAMA OUT --scheme FP8 --calibration MISSING", ["MISSING"]),
         ("quantize LLAMA OUT --scheme FP8_DYNAMIC --ignore [", ["["]),
         ("quantize LLAMA OUT --scheme FP8_DYNAMIC --ignore re:[", ["--ignore", "re:["]),

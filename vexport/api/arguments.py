@@ -71,15 +71,15 @@ class SchemesArguments(ScenarioSection):
 class QuantizeArguments(Planning):
     """Keywords of `vexport.api.quantize`.
 
-    `rules` are an alternative to `scheme` and `recipe`. `calibration` may be only the name of the
-    data. If it is None and the rules need text, `default_calibration` is used. With `verify`, vLLM
-    loads the checkpoint dry before it is moved to OUT. `how_to_keep` receives patterns of layers.
-    It returns text for errors: the arguments with which the caller can keep these layers
-    unquantized.
+    `rules` are an alternative to `scheme` and `recipe`. `calibration` may be the name of the data,
+    or several names. If it is None and the rules need text, `default_calibration` is used. With
+    `verify`, vLLM loads the checkpoint dry before it is moved to OUT. `how_to_keep` receives
+    patterns of layers. It returns text for errors: the arguments with which the caller can keep
+    these layers unquantized.
     """
 
     rules: tuple[Rule, ...] = ()
-    calibration: Calibration | Name | None = None
+    calibration: Calibration | Name | Sequence[Name] | None = None
     default_calibration: Calibration = default_calibration()
     max_shard_size: Annotated[
         int,

@@ -11,7 +11,7 @@ from vexport.plan.source import rules_and_settings, with_calibration_text
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.quantize.result import quantized_result
 from vexport.records import Quantized
-from vexport.scenario import Calibration
+from vexport.scenario import Calibration, problems_at
 
 
 def _quantize(source: Name, out: Name, arguments: QuantizeArguments) -> Quantized:
@@ -33,8 +33,9 @@ def _quantize(source: Name, out: Name, arguments: QuantizeArguments) -> Quantize
     )
     notes: list[str] = []
     text = arguments.calibration
-    if isinstance(text, str | Path):
-        text = Calibration(data=str(text))
+    if text is not None and not isinstance(text, Calibration):
+        with problems_at("calibration"):
+            text = Calibration.model_validate({"data": text})
     rules, settings, text = with_calibration_text(
         rules, settings, text, arguments.default_calibration, notes.append
     )

@@ -3,9 +3,9 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +22,7 @@ from vexport.calibration.conversations import (
     render_conversation,
     unrendered_parts,
 )
+from vexport.calibration.folders import TEXT, data_suffix, notes_on_folder, require_data
 from vexport.calibration.rows import (
     FIX_COLUMN,
     FIX_ROW,
@@ -29,16 +30,17 @@ from vexport.calibration.rows import (
     Row,
     UnknownFormError,
     read_row,
+    texts_of_turns,
 )
-from vexport.calibration.sources import TEXT, RawRow, encoding_error, json_problem, raw_rows
+from vexport.calibration.sources import RawRow, encoding_error, json_problem, raw_rows
 from vexport.checkpoint.chat_template import DEFAULT as DEFAULT_TEMPLATE
 from vexport.checkpoint.chat_template import FILE as TEMPLATE_FILE
 from vexport.checkpoint.chat_template import chat_templates
-from vexport.checkpoint.source import DEFAULT, parse_data, require_data
+from vexport.checkpoint.source import DEFAULT, parse_data
 from vexport.errors import InputError, first_line, raise_all
 from vexport.files import digest_bytes, read_json_object
 from vexport.records import CalibrationData
-from vexport.records.values import join_limited
+from vexport.records.values import join_limited, plural
 
 # Maximum number of characters to tokenize per needed token. Long texts are cut before tokenizing,
 # because samples contain only their first tokens.
@@ -79,13 +81,15 @@ class Tokenizer(ChatTokenizer, Protocol):
 class Samples:
     """Token ids of each sample, and the number (from 1) of the row in which it begins.
 
-    `data` is the name of the data set. `notes` are sentences about skipped rows and about parts of
+    `data` is the name of the data set. For samples of several data sets, `origins` has the name of
+    the data set of each sample. `notes` are sentences about skipped rows and about parts of
     conversations that the chat template does not render.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     rows: tuple[int, ...]
     data: str = ""
+    origins: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -98,6 +102,14 @@ class Samples:
         """Return the number of tokens in all samples."""
         return sum(len(ids) for ids in self.token_ids)
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Return the row of each sample for messages: `3`, or `3 of a.jsonl` for several files."""
+        if not self.origins:
+            return tuple(map(str, self.rows))
+        pairs = zip(self.rows, self.origins, strict=True)
+        return tuple(f"{row} of {origin}" for row, origin in pairs)
+
     def select(self, positions: Iterable[int]) -> "Samples":
         """Select the samples at these positions, in the order of `positions`."""
         positions = tuple(positions)
@@ -105,6 +117,7 @@ class Samples:
             self,
             token_ids=tuple(self.token_ids[position] for position in positions),
             rows=tuple(self.rows[position] for position in positions),
+            origins=tuple(self.origins[position] for position in positions if self.origins),
         )
 
     def evenly_spaced(self, number: int) -> "Samples":
@@ -115,29 +128,50 @@ class Samples:
 
 
 def read_samples(
-    data: CalibrationData, checkpoint: Path, *, vocab_size: int, trust_remote_code: bool = False
+    data: CalibrationData | Sequence[CalibrationData],
+    checkpoint: Path,
+    *,
+    vocab_size: int,
+    trust_remote_code: bool = False,
 ) -> Samples:
     """Read at most `data.samples` samples of at most `data.seq_len` tokens.
 
     `SUPPORTED_ROW_FORMS` lists the forms of a row. Conversations go through the chat template as in
-    vLLM's chat endpoint. Rows with images, video or sound are skipped, with a note. Raises
-    InputErrors for broken rows, and EnvironmentFault if the hub cannot be reached.
+    vLLM's chat endpoint. Rows with images, video or sound are skipped, with a note. The samples of
+    several data sets are mixed evenly. Raises InputErrors for broken rows, and EnvironmentFault if
+    the hub cannot be reached.
     """
-    reader = _Reader(data, checkpoint, vocab_size, trust_remote_code)
-    rows = (
-        _packed(reader.rows(), data)
-        if reader.packs
-        else ((tokens.number, tokens.ids) for tokens in reader.rows())
+    sources = (data,) if isinstance(data, CalibrationData) else tuple(data)
+    tokenizer = cache(partial(load_tokenizer, checkpoint, trust_remote_code=trust_remote_code))
+    readers = [_Reader(each, checkpoint, vocab_size, tokenizer) for each in sources]
+    samples = [reader.samples() for reader in readers]
+    raise_all([error for reader in readers for error in reader.errors()])
+    raise_all([reader.no_rows_error() for reader in readers if not reader.number_read])
+    mixed = _mixed(samples)
+    shortages = [
+        f"{each.name}: {plural(len(part.rows), 'sample')} instead of {each.samples:,}, because it "
+        "has no more rows"
+        for each, part in zip(sources, samples, strict=True)
+        if len(sources) > 1 and len(part.rows) < each.samples
+    ]
+    return replace(mixed, notes=(*mixed.notes, *shortages))
+
+
+def _mixed(parts: Sequence[Samples]) -> Samples:
+    """Return the samples of several data sets in one order, so that each is spread evenly."""
+    if len(parts) == 1:
+        return parts[0]
+    order = sorted(
+        ((place + 0.5) / len(part.rows), number, place)
+        for number, part in enumerate(parts)
+        for place in range(len(part.rows))
     )
-    samples = list(islice(rows, data.samples))
-    raise_all(reader.errors())
-    if not samples:
-        raise reader.no_rows_error()
     return Samples(
-        token_ids=tuple(tuple(ids[: data.seq_len]) for _, ids in samples),
-        rows=tuple(number for number, _ in samples),
-        data=data.name,
-        notes=tuple(reader.notes()),
+        token_ids=tuple(parts[number].token_ids[place] for _, number, place in order),
+        rows=tuple(parts[number].rows[place] for _, number, place in order),
+        data=", ".join(f"{part.data} ({plural(len(part.rows), 'sample')})" for part in parts),
+        origins=tuple(parts[number].data for _, number, _ in order),
+        notes=tuple(note for part in parts for note in part.notes),
     )
 
 
@@ -148,7 +182,7 @@ def require_rows(data: CalibrationData) -> None:
     tokenizer. Raises InputError if the path is missing, if it is not a file with text, if rows are
     broken, or if there are no rows. `read_samples` reports all other problems.
     """
-    require_data(data.name)
+    require_data(data)
     if parse_data(data.name).kind != "path":
         return
     broken = _BrokenRows()
@@ -201,23 +235,21 @@ class _SampleSize:
 def _packs(data: CalibrationData, first: Sequence[RawRow]) -> bool:
     """Return True if rows are concatenated: if `data` requires it, or for paragraphs of a text."""
     file = parse_data(data.name).path
-    is_text = file.suffix.lower() in TEXT and bool(first) and isinstance(first[0].content, dict)
+    is_text = data_suffix(file) in TEXT and bool(first) and isinstance(first[0].content, dict)
     return is_text if data.pack is None else data.pack
 
 
-def has_conversations(name: str, column: str | None = None) -> bool:
+def has_conversations(data: CalibrationData) -> bool:
     """Return True if a file or folder has conversations that need a chat template.
 
-    `name` and `column` are as in `require_rows`. Only the first rows are read. Returns False for a
-    dataset on the hub, because it is not read here.
+    Only the first rows are read. Returns False for a dataset on the hub, because it is not read
+    here.
     """
-    parsed = parse_data(name)
-    if parsed.kind != "path":
+    if parse_data(data.name).kind != "path" or not data.chat_template:
         return False
-    data = CalibrationData(name=name, samples=MAX_BROKEN_ROWS, seq_len=1)
     for raw in islice(raw_rows(data), MAX_BROKEN_ROWS):
         try:
-            row = read_row(_content(raw), column or parsed.column)
+            row = read_row(_content(raw), data.column)
         except (ValueError, RecursionError):  # `read_samples` reports these rows
             continue
         if _needs_chat_template(row):
@@ -346,12 +378,17 @@ class _Reader:
     """
 
     def __init__(
-        self, data: CalibrationData, checkpoint: Path, vocab_size: int, trust_remote_code: bool
+        self,
+        data: CalibrationData,
+        checkpoint: Path,
+        vocab_size: int,
+        tokenizer: Callable[[], Tokenizer],
     ) -> None:
         self._data = data
         self._vocab_size = vocab_size
         self._checkpoint = checkpoint
-        self._trust = trust_remote_code
+        self._load_tokenizer = tokenizer
+        self.number_read = 0
         self._broken = _BrokenRows()
         self._multimodal: list[tuple[str, str]] = []
         self._omitted = Counter[str]()
@@ -365,7 +402,7 @@ class _Reader:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the checkpoint. It is loaded when the first row needs it."""
-        return load_tokenizer(self._checkpoint, trust_remote_code=self._trust)
+        return self._load_tokenizer()
 
     @cached_property
     def _templates(self) -> Mapping[str, str]:
@@ -399,6 +436,23 @@ class _Reader:
         known = [number for number in self._media_ids if number < len(self.tokenizer)]
         words = map(self.tokenizer.convert_ids_to_tokens, known)
         return [word for word in words if word and len(word) > 2]
+
+    def samples(self) -> Samples:
+        """Read the samples of the data set, as far as its rows are not broken."""
+        data = self._data
+        rows = (
+            _packed(self.rows(), data)
+            if self.packs
+            else ((tokens.number, tokens.ids) for tokens in self.rows())
+        )
+        samples = list(islice(rows, data.samples))
+        self.number_read = len(samples)
+        return Samples(
+            token_ids=tuple(tuple(ids[: data.seq_len]) for _, ids in samples),
+            rows=tuple(number for number, _ in samples),
+            data=data.name,
+            notes=tuple(self.notes()),
+        )
 
     def rows(self) -> Iterator[_Tokens]:
         """Yield the tokens of each valid row, until there are too many broken rows."""
@@ -437,6 +491,7 @@ class _Reader:
         does not render.
         """
         name = self._data.name
+        yield from notes_on_folder(self._data)
         if self._multimodal:
             (place, what), number = self._multimodal[0], len(self._multimodal)
             yield (
@@ -465,9 +520,9 @@ class _Reader:
     def _tokenized(self, raw: RawRow) -> _Tokens:
         row = read_row(_content(raw), self._data.column)
         self._unused.update(row.unused)
-        if self._data.name == DEFAULT and row.conversation is not None:
-            turns = (str(turn["content"]) for turn in row.conversation.messages)
-            row = replace(row, plain_text="\n\n".join(turns))
+        is_plain = not self._data.chat_template and row.plain_text is None
+        if row.conversation is not None and (is_plain or self._data.name == DEFAULT):
+            row = replace(row, plain_text="\n\n".join(texts_of_turns(row.conversation)))
         max_tokens = self._data.seq_len * (self._data.samples if self.packs else 1)
         ids, start = self._ids(row, max_tokens, begins=not (self.packs and raw.continues_previous))
         if not ids:
@@ -501,7 +556,8 @@ class _Reader:
         ):
             raise MultimodalRowError(word)
         conversation, text = row.conversation, row.text
-        template = self._template(conversation) if conversation is not None else None
+        uses_template = conversation is not None and self._data.chat_template
+        template = self._template(conversation) if conversation and uses_template else None
         if conversation is not None and template is not None:
             text = self._rendered(conversation, template)
             ids = self._encode(text[: CHARACTERS_PER_TOKEN * max_tokens], add_special_tokens=False)

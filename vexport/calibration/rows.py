@@ -17,7 +17,6 @@ from vexport.calibration.conversations import (
     MultimodalRowError,
     media_of_part,
 )
-from vexport.calibration.sources import key_of_rows
 from vexport.errors import clip
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
@@ -136,6 +135,31 @@ def read_row(raw: object, column: str | None) -> Row:
         row = _row_by_usual_keys(raw)
     _refuse_media(raw, row, column)
     return row
+
+
+def is_row(raw: object) -> bool:
+    """Return True if a value has a known form of a row, even if the row is broken."""
+    try:
+        read_row(raw, None)
+    except UnknownFormError:
+        return False
+    except ValueError:
+        return isinstance(raw, Mapping)
+    return True
+
+
+def key_of_rows(value: Mapping[str, object] | Mapping[object, object]) -> object:
+    """Return the first key with a list of objects that are not turns of a conversation, or None."""
+    for key, items in value.items():
+        is_list = isinstance(items, list) and all(isinstance(item, Mapping) for item in items)
+        if (
+            isinstance(items, list)
+            and items
+            and is_list
+            and not {"role", "from"}.intersection(items[0])
+        ):
+            return key
+    return None
 
 
 def _row_by_usual_keys(raw: Mapping[object, object]) -> Row:
@@ -561,6 +585,16 @@ def _contents(row: Row) -> Iterator[str]:
         yield row.text
     for message in row.conversation.messages if row.conversation else ():
         yield from _strings(message.get("content"))
+
+
+def texts_of_turns(conversation: Conversation) -> Iterator[str]:
+    """Yield the text of each turn that has text."""
+    for message in conversation.messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content]
+        texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+        if text := "\n".join(text for text in texts if isinstance(text, str)):
+            yield text
 
 
 def _strings(value: object) -> Iterator[str]:

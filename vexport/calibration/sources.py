@@ -1,15 +1,28 @@
 """Read rows of calibration data from files and the hub, lazily."""
 
+import glob
 import gzip
+import io
 import json
 import random
+import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
+from vexport.calibration.folders import (
+    TEXT,
+    choose_split,
+    data_suffix,
+    mentions_split,
+    read_folder,
+    require_file,
+)
+from vexport.calibration.rows import key_of_rows
 from vexport.checkpoint.hub import (
     HubName,
     downloaded,
@@ -17,12 +30,17 @@ from vexport.checkpoint.hub import (
     is_network_error,
     translate_error,
 )
-from vexport.checkpoint.source import DEFAULT_FILE, DataName, data_files, parse_data, require_file
+from vexport.checkpoint.source import COMPRESSED, DEFAULT_FILE, DataName, parse_data
 from vexport.errors import InputError, first_line, require_working_disk
 from vexport.errors.extras import require_extra
 from vexport.files import require_fetched
 from vexport.foreign import LONGEST_LINE
 from vexport.records import CalibrationData
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow  # type: ignore[import-untyped]
+    from _typeshed import WriteableBuffer
 
 T = TypeVar("T")
 # The size of the shuffle buffer, as in a stream of `datasets`.
@@ -30,7 +48,16 @@ SHUFFLE_BUFFER = 10_000
 # Limit in bytes for a file that is a JSON list. A line or paragraph has at most LONGEST_LINE bytes.
 # Without limits, a device file would be read forever.
 LARGEST_LIST = 1 << 30
-TEXT, PARQUET = (".txt", ".md"), ".parquet"
+# Compressed data may expand to EXPANSION times the size of its file, and FREE_EXPANSION bytes. Text
+# expands to less than that, and a small file that expands without end is refused.
+EXPANSION, FREE_EXPANSION = 100, 1 << 24
+# Separators of tables.
+_TABLES: Mapping[str, str] = {".csv": ",", ".tsv": "\t"}
+ARROW = ".arrow"
+PARQUET = ".parquet"
+BATCH_ROWS = 64
+# Matches the first key of a JSON object if its value is a list of objects.
+_FIRST_LIST = re.compile(rb'\{\s*"([^"]+)"\s*:\s*\[\s*[\[{]')
 # Number of bytes read from the start of a file to detect its format, and maximum number of bytes
 # parsed to detect a JSON object that spans several lines.
 HEADER_BYTES, PARSED_BYTES = 4096, 1 << 26
@@ -39,8 +66,8 @@ _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
     (b"PAR1", "a parquet file", "name it .parquet"),
     (b"\x1f\x8b", "a gzip file", "name it .jsonl.gz"),
     (b"PK\x03\x04", "a zip archive", "unpack it"),
-    (b"ARROW1", "an Arrow file", "save it as parquet or JSON lines"),
-    (b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it"),
+    (b"ARROW1", "an Arrow file", "name it .arrow"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file", "name it .jsonl.zst"),
     (b"%PDF", "a PDF", "extract its text"),
 )
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -71,7 +98,8 @@ def raw_rows(data: CalibrationData) -> Iterator[RawRow]:
     if name.kind == "hub":
         rows = _rows_of_hub(data, name)
     else:
-        rows = _rows_of_path(DEFAULT_FILE if name.kind == "default" else name.path)
+        path = DEFAULT_FILE if name.kind == "default" else name.path
+        rows = _rows_of_path(path, data.split)
     return rows if data.seed is None else shuffled(rows, data.seed)
 
 
@@ -92,27 +120,35 @@ def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
     yield from buffer
 
 
-def _rows_of_path(path: Path) -> Iterator[RawRow]:
+def _rows_of_path(path: Path, split: str | None) -> Iterator[RawRow]:
     if not path.is_dir():
         require_file(path)
-        yield from _rows_of_file(path)
+        yield from _rows_of_file(path, split)
         return
-    rows = chain.from_iterable(map(_rows_of_file, data_files(path)))
+    folder = read_folder(path, split)
+    if folder.saved is not None:
+        require_fetched(folder.files)
+        yield from _rows_of_saved(folder.saved)
+        return
+    rows = chain.from_iterable(_rows_of_file(file, split) for file in folder.files)
     for number, row in enumerate(rows, start=1):
         yield replace(row, number=number)
 
 
-def _rows_of_file(path: Path) -> Iterator[RawRow]:
+def _rows_of_file(path: Path, split: str | None) -> Iterator[RawRow]:
     require_fetched([path])
-    suffix = path.suffix.lower()
-    if suffix == PARQUET:
-        yield from _rows_of_parquet(path)
+    suffix = data_suffix(path)
+    if suffix in (PARQUET, ARROW, *_TABLES):
+        _require_plain(path, suffix)
+        yield from _rows_of_parquet(path) if suffix == PARQUET else _rows_of_table(path, suffix)
         return
     try:
         with _open_file(path) as stream:
-            _require_text(path, stream.read(HEADER_BYTES))
-            stream.seek(0)
-            yield from _paragraphs(path, stream) if suffix in TEXT else _rows_of_json(path, stream)
+            _require_text(path, stream.peek(HEADER_BYTES)[:HEADER_BYTES])
+            if suffix in TEXT:
+                yield from _paragraphs(path, stream)
+            else:
+                yield from _rows_of_json(path, stream, split)
     except OSError as error:
         require_working_disk(error, path)
         reason = (
@@ -123,18 +159,72 @@ def _rows_of_file(path: Path) -> Iterator[RawRow]:
         ) from None
 
 
-def _open_file(path: Path) -> BinaryIO:
-    if path.suffix.lower() == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    return path.open("rb")
+def _require_plain(path: Path, suffix: str) -> None:
+    """Raise InputError for a compressed file in a format that is only read uncompressed."""
+    if path.suffix.lower() in COMPRESSED:
+        got, need = f"a compressed {suffix} file", f"a plain {suffix} file"
+        raise InputError(str(path), got=got, need=need, fix=f"unpack {path.name}")
 
 
-def _rows_of_json(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
-    """Yield the rows of a file with JSON lines or with a JSON list of objects."""
-    start = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
-    stream.seek(0)
+def _open_file(path: Path) -> io.BufferedReader:
+    suffix = path.suffix.lower()
+    if suffix not in COMPRESSED:
+        return path.open("rb")
+    if suffix == ".gz":
+        stream = gzip.GzipFile(path)
+    else:
+        require_extra("pyarrow", "reading .zst")
+        import pyarrow
+
+        stream = pyarrow.input_stream(str(path), compression="zstd", buffer_size=HEADER_BYTES)
+    return io.BufferedReader(_Expanding(path, stream))
+
+
+class _Expanding(io.RawIOBase):
+    """Stream of a compressed file. Raises InputError if the file expands to far more than text."""
+
+    def __init__(self, path: Path, stream: "gzip.GzipFile | pyarrow.NativeFile") -> None:
+        self._path = path
+        self._stream = stream
+        self._left = EXPANSION * path.stat().st_size + FREE_EXPANSION
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        """Read bytes into a buffer and return their number."""
+        view = memoryview(buffer)
+        try:
+            data = self._stream.read(len(view))
+        except (EOFError, zlib.error) as error:
+            raise OSError(f"broken gzip data: {error}") from error
+        self._left -= len(data)
+        if self._left < 0:
+            raise InputError(
+                str(self._path),
+                got=f"a file that expands to more than {EXPANSION} times its size",
+                need="compressed text",
+                fix="unpack it and check its content",
+            )
+        view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Close the stream."""
+        self._stream.close()
+        super().close()
+
+
+def _rows_of_json(path: Path, stream: io.BufferedReader, split: str | None) -> Iterator[RawRow]:
+    """Yield the rows of a file with JSON lines, with a list of objects, or with lists by split."""
+    start = stream.peek(HEADER_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
     if start[:1] == b"[":
-        yield from _rows_of_list(path, stream)
+        yield from _rows_of_list(path, _parsed(path, stream))
+        return
+    first_key = _FIRST_LIST.match(start)
+    if first_key is not None and mentions_split(first_key[1].decode(errors="replace")):
+        yield from _rows_of_splits(path, _parsed(path, stream), split)
         return
     is_first = True
     for number, line in _lines(path, stream):
@@ -170,20 +260,6 @@ def _require_json_lines(path: Path, first: bytes) -> None:
         got = f"one JSON object with a list of {len(value[key]):,} objects under the key {key}"
         fix = f"write one row per line: `jq -c '.{key}[]' {path.name}`"
     raise InputError(str(path), got=got, need="JSON lines, or one JSON list of objects", fix=fix)
-
-
-def key_of_rows(value: Mapping[str, object] | Mapping[object, object]) -> object:
-    """Return the first key with a list of objects that are not turns of a conversation, or None."""
-    for key, items in value.items():
-        is_list = isinstance(items, list) and all(isinstance(item, Mapping) for item in items)
-        if (
-            isinstance(items, list)
-            and items
-            and is_list
-            and not {"role", "from"}.intersection(items[0])
-        ):
-            return key
-    return None
 
 
 def _require_text(path: Path, start: bytes) -> None:
@@ -252,13 +328,14 @@ def _lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def _rows_of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
+def _parsed(path: Path, stream: BinaryIO) -> object:
+    """Return the content of a JSON file that is not JSON lines."""
     text = stream.read(LARGEST_LIST + 1)
     if len(text) > LARGEST_LIST:
         need = f"a JSON list of at most {LARGEST_LIST >> 20} MB"
         raise InputError(str(path), got="a larger file", need=need, fix="write JSON lines")
     try:
-        items = json.loads(text)
+        return json.loads(text)
     except UnicodeDecodeError as error:
         raise encoding_error(str(path), error) from None
     except (ValueError, RecursionError) as error:
@@ -268,8 +345,20 @@ def _rows_of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
         raise InputError(
             place, got=json_problem(error), need=need, fix="correct the file"
         ) from None
-    for number, item in enumerate(items, start=1):
+
+
+def _rows_of_list(path: Path, items: object) -> Iterator[RawRow]:
+    for number, item in enumerate(items if isinstance(items, list) else [], start=1):
         yield RawRow(place=f"{path}: item {number}", number=number, content=item)
+
+
+def _rows_of_splits(path: Path, content: object, split: str | None) -> Iterator[RawRow]:
+    """Yield the rows of a split of a JSON object that has a list of rows for each split."""
+    splits = content if isinstance(content, Mapping) else {}
+    lists = {name: rows for name, rows in splits.items() if isinstance(rows, list)}
+    name = choose_split(lists, split, str(path))
+    for number, item in enumerate(lists[name], start=1):
+        yield RawRow(place=f"{path}: {name}: item {number}", number=number, content=item)
 
 
 def _paragraphs(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
@@ -303,13 +392,13 @@ def _paragraph(path: Path, number: int, lines: list[bytes], *, first: bool) -> R
 
 def _rows_of_parquet(path: Path) -> Iterator[RawRow]:
     require_extra("pyarrow", "reading parquet")
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
     import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
     try:
         with closing(parquet.ParquetFile(path)) as file:
             number = 0
-            for batch in file.iter_batches(batch_size=64):
+            for batch in file.iter_batches(batch_size=BATCH_ROWS):
                 for record in batch.to_pylist():
                     number += 1
                     yield RawRow(place=f"{path}: row {number}", number=number, content=record)
@@ -318,6 +407,62 @@ def _rows_of_parquet(path: Path) -> Iterator[RawRow]:
         raise InputError(
             str(path), got=first_line(error), need=need, fix="check the file"
         ) from None
+
+
+def _rows_of_table(path: Path, suffix: str) -> Iterator[RawRow]:
+    """Yield the rows of a file that `datasets` reads, without a copy in its cache.
+
+    All values of CSV and TSV are text.
+    """
+    require_extra("datasets", f"reading {suffix}")
+    import datasets
+    import pandas  # type: ignore[import-untyped]
+
+    kind, options = "arrow", dict[str, object]()
+    try:
+        if separator := _TABLES.get(suffix):
+            columns = pandas.read_csv(path, sep=separator, nrows=0, dtype=str).columns
+            texts = datasets.Features({name: datasets.Value("string") for name in columns})
+            kind = "csv"
+            options = {"sep": separator, "na_filter": False, "features": texts}
+        files = [glob.escape(str(path))]
+        stream = datasets.load_dataset(
+            kind, data_files=files, split="train", streaming=True, **options
+        )
+        yield from _rows_of_batches(path, stream)
+    except GeneratorExit:
+        raise
+    except Exception as error:
+        raise _unreadable(path, error, f"a {suffix} file") from None
+
+
+def _rows_of_saved(folder: Path) -> Iterator[RawRow]:
+    """Yield the rows of a split that `datasets.save_to_disk` wrote. They stay on the disk."""
+    require_extra("datasets", "reading a saved data set")
+    import datasets
+
+    try:
+        yield from _rows_of_batches(folder, datasets.load_from_disk(str(folder)))
+    except GeneratorExit:
+        raise
+    except Exception as error:
+        raise _unreadable(folder, error, "a saved data set") from None
+
+
+def _rows_of_batches(
+    path: Path, rows: "datasets.Dataset | datasets.IterableDataset"
+) -> Iterator[RawRow]:
+    """Yield rows as they are stored: pictures and sound are not decoded."""
+    number = 0
+    for batch in rows.with_format("arrow").iter(batch_size=BATCH_ROWS):
+        for record in batch.to_pylist():
+            number += 1
+            yield RawRow(place=f"{path}: row {number}", number=number, content=record)
+
+
+def _unreadable(path: Path, error: Exception, what: str) -> InputError:
+    need = f"{what} that the package `datasets` can read"
+    return InputError(str(path), got=first_line(error), need=need, fix="check the file")
 
 
 def _rows_of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:

@@ -178,7 +178,7 @@ class LayerWalk:
         self._steps = len(self.layers)
         self._done = 0
         self.ids = [torch.tensor([ids], device=self.device) for ids in samples.token_ids]
-        self._rows = samples.rows
+        self._rows = samples.places
         self._report = partial(on_progress, stage)
         with (
             torch.no_grad(),

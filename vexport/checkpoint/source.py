@@ -41,7 +41,11 @@ from vexport.version import __version__
 DEFAULT = "default"
 # Text that is part of vexport.
 DEFAULT_FILE = Path(__file__).resolve().parent.parent / "calibration" / "default.jsonl"
-SUFFIXES = (".jsonl", ".json", ".txt", ".md", ".parquet", ".gz")
+COMPRESSED = (".gz", ".zst")
+SUFFIXES = (
+    *(".jsonl", ".json", ".txt", ".md", ".parquet", ".csv", ".tsv", ".arrow"),
+    *COMPRESSED,
+)
 _HUB = re.compile(r"(?P<id>[^:]+)(?::(?P<split>[^:]*))?(?::(?P<column>[^:]+))?")
 # As in huggingface_hub's header reader: most headers are shorter, so a single request is enough.
 _FIRST_BYTES = 100_000
@@ -92,51 +96,6 @@ def parse_data(name: str) -> DataName:
             kind="hub", name=name, hub=hub, split=match["split"] or None, column=match["column"]
         )
     return DataName(kind="path", name=name)
-
-
-def require_data(name: str) -> None:
-    """Raise InputError if local data do not exist or contain no data files.
-
-    Nothing is read, and the hub is not contacted.
-    """
-    parsed = parse_data(name)
-    if parsed.kind != "path":
-        return
-    path = parsed.path
-    if not path.exists():
-        need = "a file, a folder, a data set on the hub (ORG/NAME), or default"
-        raise InputError(name, got="no such file", need=need, fix="check the path")
-    if path.is_dir():
-        data_files(path)
-    else:
-        require_file(path)
-
-
-def require_file(path: Path) -> None:
-    """Raise InputError if a path is a pipe or a device.
-
-    These can be read only once, and may never end.
-    """
-    if path.exists() and not path.is_file():
-        fix = "write the text to a file"
-        raise InputError(str(path), got="a pipe or a device", need="a file or a folder", fix=fix)
-
-
-def data_files(folder: Path) -> list[Path]:
-    """Return the files with calibration data in a folder and its subfolders, sorted by name.
-
-    Raises InputError if there are none.
-    """
-    files = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in SUFFIXES and path.is_file() and not path.name.startswith(".")
-    )
-    if not files:
-        need = f"files that end in {', '.join(SUFFIXES)}"
-        got = "a folder without data files"
-        raise InputError(str(folder), got=got, need=need, fix="check the path")
-    return files
 
 
 def hub_name(name: str) -> HubName | None:

@@ -180,11 +180,10 @@ def _note_missing_data(scenario: "Scenario") -> None:
     """
     from vexport.calibration.data import require_rows
 
-    texts = [
-        scenario.calibration.source() if scenario.calibration else None,
-        scenario.evaluate.held_out() if scenario.evaluate else None,
-    ]
-    for text in filter(None, texts):
+    texts = list(scenario.calibration.sources() if scenario.calibration else ())
+    if scenario.evaluate and (held_out := scenario.evaluate.held_out()):
+        texts.append(held_out)
+    for text in texts:
         try:
             require_rows(text)
         except InputError as problem:
@@ -199,10 +198,14 @@ def _plan_rules(
     from vexport.api import plan as api_plan
     from vexport.calibration.data import require_rows
     from vexport.plan.rules import calibration_need
+    from vexport.scenario import problems_at
 
     require_consistent("plan")
     given_text = given_settings("calibration")
-    text = Calibration(**given_text) if "data" in given_text else None
+    text = None
+    if "data" in given_text:
+        with problems_at("calibration"):
+            text = Calibration.model_validate(given_text)
     with progress_display(quiet=output.quiet) as on_progress:
         plan = api_plan(
             source,
@@ -213,7 +216,8 @@ def _plan_rules(
             on_progress=on_progress,
         )
         if text is not None:
-            require_rows(text.source())
+            for data in text.sources():
+                require_rows(data)
             if calibration_need(plan) is not None:
                 _require_chat_template(source, text, on_progress, trusted=trust_remote_code)
     if text is not None and calibration_need(plan) is None:
@@ -246,11 +250,12 @@ def _require_chat_template(
     from vexport.calibration.data import has_conversations, require_chat_template
     from vexport.checkpoint.source import source_headers, with_revision
 
-    if trusted or not has_conversations(text.data, text.column):
+    rendered = [data for data in text.sources() if has_conversations(data)]
+    if trusted or not rendered:
         return
     revision = click.get_current_context().params.get("revision")
     with source_headers(with_revision(source, revision), on_progress) as root:
-        require_chat_template(root, text.data, name=source)
+        require_chat_template(root, rendered[0].name, name=source)
 
 
 def _duration(plan: "Plan", text: "Calibration | None", *, may_add_text: bool) -> str | None:

@@ -105,13 +105,16 @@ def quantize(
         from vexport.api import quantize as api_quantize
         from vexport.checkpoint.source import DEFAULT
         from vexport.reports.quantized import render_quantized
+        from vexport.scenario import problems_at
 
+        with problems_at("calibration"):
+            default = Calibration.model_validate({"data": DEFAULT, **text})
         quantized = api_quantize(
             source,
             out,
             **given_settings("quantize"),
-            calibration=Calibration(**text) if "data" in text else None,
-            default_calibration=Calibration(**{"data": DEFAULT, **text}),
+            calibration=default if "data" in text else None,
+            default_calibration=default,
             verify=not no_verify,
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,

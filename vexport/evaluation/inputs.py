@@ -44,8 +44,8 @@ def scenario_inputs(scenario: Scenario, file: Path | None) -> Iterator[NamedPath
     if file is not None:
         yield NamedPath(label="SCENARIO", path=file)
     yield NamedPath(label="source", path=user_path(scenario.source))
-    if scenario.calibration and scenario.calibration.path:
-        yield NamedPath(label="calibration.data", path=scenario.calibration.path)
+    for path in scenario.calibration.paths if scenario.calibration else ():
+        yield NamedPath(label="calibration.data", path=path)
     if scenario.evaluate:
         yield from evaluation_inputs(scenario.evaluate, "evaluate.tasks")
         if scenario.evaluate.baseline:
@@ -62,7 +62,7 @@ def require_inputs(
     """
     checks = []
     if calibration is not None:
-        checks.append((calibration.data, partial(require_rows, calibration.source())))
+        checks += [(data.name, partial(require_rows, data)) for data in calibration.sources()]
     if settings is not None:
         checks += [(task, partial(_require_file, task)) for task in settings.tasks]
         if text := settings.held_out():

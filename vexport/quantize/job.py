@@ -16,7 +16,7 @@ from pathlib import Path
 from vexport.checkpoint.chat_template import copy_named_templates, named_template_files
 from vexport.checkpoint.index import INDEX_NAME, SourceIndex, headers_digest, require_unchanged
 from vexport.checkpoint.smoothed import SMOOTHING, write_smoothing
-from vexport.checkpoint.source import pinned_source
+from vexport.checkpoint.source import parse_data, pinned_source
 from vexport.checkpoint.writer import (
     DEFAULT_SHARD_BYTES,
     Shard,
@@ -190,8 +190,8 @@ def write_checkpoint(
 def _require_separate(job: QuantizeJob, source: Path) -> None:
     """Raise InputError if an input overlaps `out`, its working folder or its folder OUT.failed."""
     inputs = [NamedPath(label="SOURCE", path=source)]
-    if job.calibration and job.calibration.path:
-        inputs.append(NamedPath(label="--calibration", path=job.calibration.path))
+    for path in job.calibration.paths if job.calibration else ():
+        inputs.append(NamedPath(label="--calibration", path=path))
     folders = (job.out, working_folder(job.out), failed_folder(job.out))
     require_separate([NamedPath(label="OUT", path=path) for path in folders], inputs)
 
@@ -267,12 +267,7 @@ def recipe(
     if job.planning.smoothing is not None:
         scenario["smoothing"] = job.planning.smoothing
     if settings is not None and calibration is not None:
-        data = settings.model_dump(mode="json", exclude_none=True)
-        if local := settings.path:
-            data["data"] = _relative(local, folder)
-            if column := settings.source().column:
-                data["column"] = column
-        scenario["calibration"] = data
+        scenario["calibration"] = _recorded(settings, folder)
     content: dict[str, Json] = {
         "vexport": __version__,
         "source": scenario["source"],
@@ -286,6 +281,29 @@ def recipe(
             "rows": _ranges(tuple(dict.fromkeys(calibration.rows))),
         }
     return json.dumps(content, indent=2) + "\n"
+
+
+def _recorded(settings: Calibration, folder: Path) -> dict[str, Json]:
+    """Return the settings of calibration with local paths relative to `folder`.
+
+    The column of a path PATH:COLUMN becomes a setting.
+    """
+    if not isinstance(settings.data, str):
+        sources = [
+            each.model_copy(update=_relative_data(each.path, each.column, folder, "path"))
+            for each in settings.data
+        ]
+        settings = settings.model_copy(update={"data": tuple(sources)})
+        return settings.model_dump(mode="json", exclude_none=True)
+    update = _relative_data(settings.data, settings.column, folder, "data")
+    return settings.model_copy(update=update).model_dump(mode="json", exclude_none=True)
+
+
+def _relative_data(name: str, column: str | None, folder: Path, key: str) -> dict[str, object]:
+    parsed = parse_data(name)
+    if parsed.kind != "path":
+        return {}
+    return {key: _relative(parsed.path, folder), "column": column or parsed.column}
 
 
 def _source(index: SourceIndex) -> Iterator[tuple[str, Json]]:

@@ -19,8 +19,8 @@ def require_calibration(plan: Plan, settings: Calibration | None) -> None:
     need = calibration_need(plan)
     if need and settings is None:
         raise need.missing()
-    if settings is not None:
-        require_rows(settings.source())
+    for data in settings.sources() if settings is not None else ():
+        require_rows(data)
 
 
 def calibration_samples(
@@ -35,7 +35,7 @@ def calibration_samples(
     from vexport.calibration import read_samples
 
     return read_samples(
-        settings.source(number),
+        settings.sources(number),
         index.root,
         vocab_size=vocab_size(index.config, str(index.root / "config.json")),
         trust_remote_code=trust_remote_code,

@@ -138,7 +138,8 @@ class CalibrationData:
 
     `name` is a file, a folder, `default`, or a data set of the hub:
     ORG/NAME[@REVISION][:SPLIT[:COLUMN]]. `column` is the column with the text or the chat turns.
-    Without it, a column with a usual name is used. `seed` shuffles the rows. `pack` joins rows into
+    Without it, a column with a usual name is used. If `chat_template` is False, conversations are
+    read as plain text, without the chat template. `seed` shuffles the rows. `pack` joins rows into
     samples of exactly `seq_len` tokens. If `pack` is None, only plain text is packed.
     """
 
@@ -150,6 +151,7 @@ class CalibrationData:
     column: str | None = None
     seed: int | None = None
     pack: bool | None = None
+    chat_template: bool = True
 
 
 # Names of roundings. Each uses more information than the rounding before it.

@@ -15,8 +15,9 @@ from typing import Generic, TypeVar, cast
 
 from pydantic import TypeAdapter
 
+from vexport.calibration.folders import data_files
 from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
-from vexport.checkpoint.source import DEFAULT, DEFAULT_FILE, data_files, resolve_source
+from vexport.checkpoint.source import DEFAULT, DEFAULT_FILE, parse_data, resolve_source
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
 from vexport.inference.options import BASELINE, CANDIDATE, NO_EVALUATION, EngineOptions
@@ -31,7 +32,7 @@ from vexport.outputs.replaceable import FolderKind, require_no_others
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import scenario_settings, source_index
 from vexport.quantize.layer_groups import LayerGroup, find_layer_groups
-from vexport.records.calibration import RoundingReport
+from vexport.records.calibration import CalibrationData, RoundingReport
 from vexport.records.values import join_limited
 from vexport.reports.run_record import Report
 from vexport.run.given import Given, RunModel
@@ -474,16 +475,22 @@ class Run:
 
 
 def data_digest(settings: Calibration) -> str:
-    """Return the SHA-256 of the calibration data.
+    """Return the SHA-256 of all calibration data.
 
     Local data is digested by its files, and a data set on the hub by its name.
     """
-    path = DEFAULT_FILE if settings.data == DEFAULT else settings.path
-    if path is None:
-        return value_digest(settings.data)
+    digests = [_source_digest(data) for data in settings.sources()]
+    return digests[0] if len(digests) == 1 else value_digest(digests)
+
+
+def _source_digest(data: CalibrationData) -> str:
+    name = parse_data(data.name)
+    if name.kind == "hub":
+        return value_digest(data.name)
+    path = DEFAULT_FILE if name.kind == DEFAULT else name.path
     if not path.is_dir():
         return digest_file(path)
-    return value_digest([digest_file(file) for file in data_files(path)])
+    return value_digest([digest_file(file) for file in data_files(data)])
 
 
 def value_digest(value: object) -> str:

@@ -104,7 +104,8 @@ def _require_weights_found(scenario: Scenario, folder: Path) -> None:
 def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
     """Raise errors for unusable inputs now, which would otherwise stop the run hours later."""
     if scenario.calibration:
-        require_rows(scenario.calibration.source())
+        for data in scenario.calibration.sources():
+            require_rows(data)
     require_vllm(options.vllm_python)
     for python in scenario.variants.vllm_python if scenario.variants else ():
         require_vllm(python)

@@ -148,8 +148,9 @@ def _default_text(default: JsonValue) -> str:
 def _without_null(schema: Schema) -> Schema:
     """Return the schema of a value without the alternative null.
 
-    If several alternatives remain, return the schema of a boolean, or else of a number. If neither
-    is among them, return an empty schema, so that `_type` returns `other`.
+    If several alternatives remain, return the schema of a boolean, or else of a number, or else of
+    a list of texts if a text may stand for a list. Otherwise return an empty schema, so that
+    `_type` returns `other`.
     """
     alternatives = schema.get("anyOf")
     if not isinstance(alternatives, list):
@@ -158,6 +159,8 @@ def _without_null(schema: Schema) -> Schema:
     if len(others) == 1:
         return others[0]
     by_type = {each.get("type"): each for each in others}
+    if by_type.keys() == {"string", "array"}:
+        return {"items": by_type["string"]}
     return by_type.get("boolean") or by_type.get("number") or {}
 
 

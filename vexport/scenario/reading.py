@@ -16,7 +16,7 @@ from vexport.files import read_json_object, user_path
 from vexport.outputs import RECIPE
 from vexport.records import GENERATION_KEYS
 from vexport.records.values import plural
-from vexport.scenario.calibration import Calibration, Sensitivity
+from vexport.scenario.calibration import Calibration, DataSource, Sensitivity
 from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.rules import Auto, Rule
 from vexport.scenario.scenario import Scenario
@@ -38,6 +38,7 @@ _OTHER_NAMES = {
 _SECTIONS: Mapping[str, type[BaseModel]] = {
     "rules": Rule,
     "calibration": Calibration,
+    "data": DataSource,
     "auto": Auto,
     "sensitivity": Sensitivity,
     "serve": Serve,
@@ -74,7 +75,8 @@ def _with_place(file: str, problem: ValidationProblem) -> InputError:
     if problem.kind != UNKNOWN_KEY:
         return problem.at(where)
     *sections, name = problem.keys
-    section = next((_SECTIONS[part] for part in sections if part in _SECTIONS), Scenario)
+    inner = reversed(sections)
+    section = next((_SECTIONS[part] for part in inner if part in _SECTIONS), Scenario)
     key, known = clip(name, 100), list(section.model_fields)
     need = f"one of {', '.join(known)}"
     return InputError(where, got=f"the unknown key {key!r}", need=need, fix=_advice(key, known))
@@ -86,7 +88,11 @@ def _advice(key: str, known: Sequence[str]) -> str:
     """
     if key in _OTHER_NAMES:
         return f"write {_OTHER_NAMES[key]}"
-    sections = [name for name, model in _SECTIONS.items() if key in model.model_fields]
+    sections = [
+        name
+        for name, model in _SECTIONS.items()
+        if key in model.model_fields and model is not DataSource
+    ]
     if sections:
         return f"move it to {' or '.join(sections)}"
     if key in GENERATION_KEYS:
@@ -169,7 +175,7 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
     source = with_revision(local(scenario.source), scenario.revision)
     changes: dict[str, object] = {"source": source, "revision": None}
     if text := scenario.calibration:
-        changes["calibration"] = text.model_copy(update={"data": data(text.data)})
+        changes["calibration"] = text.with_paths(data)
     if evaluate := scenario.evaluate:
         update = {
             "tasks": tuple(

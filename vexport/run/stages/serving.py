@@ -13,7 +13,7 @@ from pathlib import Path
 from vexport.calibration.data import first_texts
 from vexport.checkpoint.chat_template import chat_templates
 from vexport.checkpoint.index import find_quantization, folder_digest, read_index
-from vexport.checkpoint.source import DEFAULT
+from vexport.checkpoint.source import parse_data
 from vexport.engine.describe import NONE, kernel_environment
 from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.installed import installed_text
@@ -142,8 +142,9 @@ def _texts(run: Run) -> tuple[str, ...]:
     if run.given is not None:
         return ()
     settings, most = run.scenario.calibration, max(CONTINUED_PROMPTS, run.evaluation.kl_prompts)
-    local = settings is not None and (settings.path or settings.data == DEFAULT)
-    texts = first_texts(settings.source(), most) if settings and local else []
+    sources = settings.sources() if settings is not None else ()
+    local = [data for data in sources if parse_data(data.name).kind != "hub"]
+    texts = [text for data in local for text in first_texts(data, most)][:most]
     return tuple(text[: text.rfind(" ", 0, len(text) // 2 + 1)] for text in texts if " " in text)
 
 
