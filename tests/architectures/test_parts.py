@@ -14,6 +14,7 @@ from tests.texts import assert_contains
 from vexport.architectures import get_architecture
 from vexport.architectures.config import part_sizes
 from vexport.architectures.ignore import parent_of_layers
+from vexport.architectures.stored import joined_name, split_name
 from vexport.checkpoint.index import read_index
 from vexport.engine.dry.load import DryLoad
 from vexport.plan.build import PlanSettings, build_plan
@@ -159,3 +160,11 @@ def test_mixed_schemes_in_vllm(tmp_path: Path) -> None:
 )
 def test_parent_of_decoder_layers(module: str, parent: str) -> None:
     assert parent_of_layers(module) == parent
+
+
+@pytest.mark.parametrize(
+    "name", ["image_newline", "model.norm.weight", "model.layers.0.mlp.experts.gate_up_proj_blocks"]
+)
+def test_name_is_split_and_joined(name: str) -> None:
+    """A parameter of the whole model has no module."""
+    assert joined_name(*split_name(name)) == name

@@ -92,6 +92,8 @@ def split_name(name: str) -> tuple[str, str]:
 
 def joined_name(module: str, parameter: str) -> str:
     """Return the name of a module's tensor, with an underscore for gpt-oss's experts (JOINED)."""
+    if not module:
+        return parameter
     joined = f"{module}_{parameter}"
     return joined if JOINED.fullmatch(joined) else f"{module}.{parameter}"
 
