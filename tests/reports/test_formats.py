@@ -130,6 +130,7 @@ def test_check_json() -> None:
         "schema",
         "checkpoint",
         "ok",
+        "judged_by",
         "findings",
         "not_judged",
         "vllm",
