@@ -124,7 +124,11 @@ class Serve(ScenarioSection):
         ),
     ] = None
     engine_args: Annotated[
-        dict[str, JsonValue], Key("Other arguments of vLLM's engine, by name.")
+        dict[str, JsonValue],
+        Key(
+            "Other arguments of vLLM's engine, by name. Arguments that are not plain need "
+            "`--trust-remote-code`."
+        ),
     ] = {}
     dry_tensor_parallel: Annotated[
         tuple[Positive, ...] | None,
