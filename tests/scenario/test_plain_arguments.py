@@ -46,9 +46,16 @@ PLAIN: dict[str, dict[str, JsonValue]] = {
         "hf_overrides": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
         "max_num_seqs": 8,
     },
-    "pictures": {"limit_mm_per_prompt": {"image": 1, "video": {"count": 1, "num_frames": 8}}},
+    "pictures": {
+        "limit_mm_per_prompt": {"image": 1, "video": {"count": 1, "num_frames": 8}},
+        "mm_processor_kwargs": {"max_pixels": 1_003_520},
+    },
     "disaggregated": {
-        "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+        "kv_transfer_config": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 1e9},
+        }
     },
     "experts": {
         "enable-expert-parallel": True,

@@ -72,6 +72,17 @@ _SAFE: Mapping[str, _Safe] = {
         "'max_position_embeddings': int, 'sliding_window': int | None}",
         "sizes and numbers of rotary embeddings, which every config.json may set",
     ),
+    "EngineArgs.mm_processor_kwargs": _Safe(
+        "{'min_pixels': int, 'max_pixels': int, 'num_crops': int, 'fps': float} | None",
+        "sizes of pictures and videos; other keys reach transformers",
+    ),
+    "EngineArgs.model_loader_extra_config": _Safe(
+        "{'enable_multithread_load': bool, 'num_threads': int}", "how files are read"
+    ),
+    "KVTransferConfig.kv_connector_extra_config": _Safe(
+        "{'num_cpu_blocks': int, 'cpu_bytes_to_use': float, 'block_size': int}",
+        "sizes of OffloadingConnector; other keys name modules, servers and files",
+    ),
     "QuantizationConfigArgs.linear": _Safe("QuantSpec | str | None", "a name in vLLM's table"),
     "QuantizationConfigArgs.moe": _Safe("QuantSpec | str | None", "a name in vLLM's table"),
     "QuantizationConfigArgs.ignore": _Safe("list[str]", _LAYERS),
