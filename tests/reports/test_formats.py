@@ -137,7 +137,8 @@ def test_check_json() -> None:
         "tp",
         "sm",
     }
-    assert set(answer[0]["findings"][0]) == {"check", "severity", "where", "expected", "got", "fix"}
+    keys = {"check", "claim", "severity", "where", "expected", "got", "fix"}
+    assert set(answer[0]["findings"][0]) == keys
     assert json.loads(render_checks([], "json")) == []
     schema = json.loads((FOLDER / "check.schema.json").read_text(encoding="utf-8"))
     jsonschema.validate(
