@@ -201,6 +201,18 @@ def test_accepted_gates_are_kept(lm_eval_runs: Path, tmp_path: Path) -> None:
     assert same.outcome == "PASS"
 
 
+def test_path_of_the_model_is_not_stored(copies: Path, tmp_path: Path) -> None:
+    """An accepted baseline is committed, and the checkpoint's path differs by machine."""
+    arguments = {"pretrained": "/home/somebody/model", "max_gen_toks": 9}
+    edit_results(
+        copies / "baseline", lambda content: content["config"].update(model_args=arguments)
+    )
+    accept_results(tmp_path / "baseline", tmp_path / "accepted.json", {})
+    text = (tmp_path / "accepted.json").read_text()
+    assert "somebody" not in text
+    assert "max_gen_toks" in text
+
+
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 
 

@@ -95,7 +95,12 @@ def test_exempt_settings_are_not_compared(arguments: dict[str, Json]) -> None:
 
 
 def test_credentials_are_not_stored() -> None:
-    arguments: Json = {"model": "m", "auth_token": "s3cret", "header": {"Authorization": "s3cret"}}
+    arguments: Json = {
+        "model": "m",
+        "auth_token": "s3cret",
+        "header": {"Authorization": "s3cret"},
+        "base_url": "http://user:s3cret@host",
+    }
     content: dict[str, Json] = {"config": {"model": "local-completions", "model_args": arguments}}
     assert "s3cret" not in str(recorded_fingerprint(content, ["t"]))
 

@@ -26,7 +26,13 @@ from vexport.evaluation.margins import margins_to_store, with_margins
 from vexport.evaluation.metrics import is_no_share, known_direction
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
-from vexport.evaluation.settings import DIGITS, FEWSHOT, MAX_GEN_TOKS, changed_settings
+from vexport.evaluation.settings import (
+    DIGITS,
+    FEWSHOT,
+    MAX_GEN_TOKS,
+    changed_settings,
+    without_model,
+)
 from vexport.files import digest_file, from_json, read_json_object, to_json, write_text
 from vexport.foreign import require_unique_fields, span, stated_number
 from vexport.inference.fingerprint import Fingerprint
@@ -201,7 +207,7 @@ def accept_results(
         checkpoint=checkpoint,
         settings=settings,
         margin=margins_to_store(with_margins(gates, margin)),
-        fingerprint=results.fingerprint,
+        fingerprint=without_model(results.fingerprint),
         groups=groups,
         tasks=tasks,
     )

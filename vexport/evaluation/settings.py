@@ -65,8 +65,12 @@ EXEMPT = (
     *(MODEL, REVISION, EMULATED, "revision"),
 )
 """Settings that are not compared, as patterns. All other settings are."""
+_ADDRESSES = ("base_url",)
 _SECRETS = ("*api_key", "*auth_token", "*credentials", "hf_token", "token", "header", "password")
-"""Arguments that are never stored, because reports show settings."""
+"""Arguments that are never stored, because reports show settings.
+
+Addresses are not stored either, because they may contain a password.
+"""
 _CIRCUMSTANCES = (
     *("lm-eval", "transformers", "vexport", "vllm", "torch", "platform", "processor"),
     *(COMPILATION, "environment", "engine_args", "random seed", "numpy seed", "torch seed"),
@@ -149,6 +153,12 @@ def changed_settings(old: Fingerprint, new: Fingerprint, task: str) -> list[str]
         *(f"{name} ({_shown(new, name)}, the baseline's: {_shown(old, name)})" for name in prompts),
         *(display_name(name) for name in names if name not in shaping),
     ]
+
+
+def without_model(fingerprint: Fingerprint) -> Fingerprint:
+    """Return the settings without the model's name, which is often a path on one machine."""
+    names = {f"{ARGUMENT}{name}" for name in _table()["model_names"]}
+    return {name: value for name, value in fingerprint.items() if name not in names}
 
 
 def display_name(name: str) -> str:
@@ -322,7 +332,7 @@ def recorded_fingerprint(content: Mapping[str, Json], tasks: Sequence[str]) -> F
     if overrides := _named(config.get("gen_kwargs")):
         settings[GEN_KWARGS] = _text(overrides)
     for name, value in _arguments(content).items():
-        if not any(fnmatchcase(name, pattern) for pattern in _SECRETS):
+        if not any(fnmatchcase(name, pattern) for pattern in (*_SECRETS, *_ADDRESSES)):
             settings[f"{ARGUMENT}{name}"] = _argument_text(value)
     for task in tasks:
         settings |= {

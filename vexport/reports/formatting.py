@@ -311,11 +311,15 @@ def _can_be_settled(task: "TaskVerdict") -> bool:
 
 
 def capitalized(sentence: str) -> str:
-    """Return the sentence with a capital letter if it begins with `all`, `both`, `check` or `load`.
+    """Return the sentence with a capital letter if it begins with a known word.
+
+    These are `all`, `both`, `check`, `load`, `the results` and `the baseline`.
 
     Any other first word may be the name of a task or file, which keeps its spelling.
     """
-    starts_with_word = sentence.startswith(("all ", "both ", "check ", "load "))
+    starts_with_word = sentence.startswith(
+        ("all ", "both ", "check ", "load ", "the results ", "the baseline ")
+    )
     return sentence[0].upper() + sentence[1:] if starts_with_word else sentence
 
 
