@@ -290,6 +290,23 @@ def test_own_statistics_over_samples() -> None:
     assert [float(end) for end in observer.range()] == [-3.0, 2.0]
 
 
+@pytest.mark.parametrize("args", [TENSOR, CHANNEL, GROUP, BLOCK], ids=lambda args: args.strategy)
+def test_scales_of_super_are_of_the_last_weight(args: QuantizationArgs) -> None:
+    class Halved(MemorylessMinMaxObserver):
+        """Observer that unpacks the observer that `super()` returns."""
+
+        def forward(self, observed: torch.Tensor) -> object:  # type: ignore[override]
+            scale, zero_point = super().forward(observed)
+            return scale / 2, zero_point
+
+    observer, plain = Halved("weight", args), MemorylessMinMaxObserver("weight", args)
+    observer(normal(16, 64, seed=1) * 3)
+    for each in (observer, plain):
+        each(normal(16, 64))
+    expected = plain.qparams()["scale"] / 2
+    torch.testing.assert_close(observer.qparams()["scale"], expected, rtol=1e-6, atol=0)
+
+
 def test_weight_scales_of_a_whole_tensor() -> None:
     class Fixed(MemorylessMinMaxObserver):
         """Observer with fixed scales."""

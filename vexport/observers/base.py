@@ -1049,6 +1049,7 @@ class Observer(InternalModule, RegisteredObserver):
         many = self.strategy in ("channel", "group", "block") or is_nvfp4(self.args)
         if averages or not many or self._decides_range:
             new = self.find_range(tiles)
+            self._pair = None
             self._store_range(
                 *(self.combine(self._statistics(), new) if averages and self._has_range else new)
             )
