@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.texts import assert_contains
+from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.engine.dry.causes import with_cause
 from vexport.engine.dry.controls import control_kind, same_refusal
@@ -13,7 +14,7 @@ from vexport.engine.dry.load import errors_or_uncertainty, judge
 from vexport.engine.loader_check import downgrade_errors
 from vexport.engine.messages import Cell, CellResult, Control, ControlKind, Miscopy
 from vexport.formats.schemes import get_scheme
-from vexport.records import MESSAGE_SEPARATOR, DryLoadReport, Finding
+from vexport.records import MESSAGE_SEPARATOR, Claim, DryLoadReport, Finding, LoaderFault
 
 CELL = Cell(tp=1, sm=90)
 REFUSED = CellResult(
@@ -118,8 +119,8 @@ def test_kind_of_control() -> None:
     assert control_kind(replace(REFUSED, built=False), has_source=False) == "config alone"
 
 
-def finding(check: str, expected: str, where: str = "a.weight") -> Finding:
-    return Finding(check=check, severity="error", where=where, expected=expected, got="", fix="")
+def finding(*faults: LoaderFault, claim: Claim = "values") -> Finding:
+    return error("", "a.weight", claim=claim, expected="", got="", fix="", loader_faults=faults)
 
 
 STRETCHED = Miscopy(
@@ -130,17 +131,16 @@ STRETCHED = Miscopy(
 @pytest.mark.parametrize(
     ("found", "result", "stays"),
     [
-        (finding("shapes", "shape [4, 4] (pack-quantized, group 128)"), (), False),
-        (finding("completeness", "the tensor"), (), False),
-        # Loaders do not check these.
-        (finding("shapes", "dtype F8_E4M3 (nvfp4-pack-quantized)"), (), True),
-        (finding("shapes", "in_features that are a multiple of group_size 16"), (), True),
-        (finding("values", "finite scales"), (), True),
-        (finding("shapes", "shape [4]"), (STRETCHED,), True),
+        (finding("refused", claim="refused"), (), False),
+        (finding("missing"), (), False),
+        # A dry load shows no wrong values, and no refusal after loading.
+        (finding(), (), True),
+        (finding(claim="refused"), (), True),
+        (finding("narrowed"), (STRETCHED,), True),
         # A fault that is not judged may have the same cause.
-        (finding("completeness", "the tensor"), (missing(BIAS),), True),
-        (finding("shapes", "shape [4]"), (missing(BIAS),), False),
-        (finding("shapes", "shape [4]"), (replace(missing(BIAS), kind="narrowed"),), True),
+        (finding("refused", "missing"), (missing(BIAS),), True),
+        (finding("narrowed"), (missing(BIAS),), False),
+        (finding("narrowed"), (replace(missing(BIAS), kind="narrowed"),), True),
     ],
 )
 def test_loaders_overrule(found: Finding, result: Sequence[Miscopy], stays: bool) -> None:

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from shutil import copy, copytree
 from tempfile import TemporaryDirectory
@@ -19,6 +19,7 @@ from tests.mutations.edits import QUANTIZATION, WHOLE, config, drop, spoiled
 from tests.texts import assert_contains
 from vexport.api import check
 from vexport.checks import NAMES, NUMBERS
+from vexport.checks.vllm.findings import error
 from vexport.engine.loader_check import with_load
 from vexport.errors import EnvironmentFault
 from vexport.files import unreadable_kind, write_text
@@ -26,6 +27,7 @@ from vexport.records import (
     LOADERS,
     CellStatus,
     CheckReport,
+    Claim,
     DryLoadReport,
     Finding,
     MatrixCell,
@@ -264,17 +266,20 @@ def test_check_imports_no_torch(good: Good) -> None:
     assert ran.stdout.strip() == "[]"
 
 
-def finding(check: str) -> Finding:
-    return Finding(check=check, severity="error", where="a.b", expected="", got="", fix="")
+def finding(claim: Claim, *, tp: Sequence[int] = (), sm: Sequence[int] = ()) -> Finding:
+    return error("any", "a.b", claim=claim, expected="", got="", fix="", tp=tp, sm=sm)
 
 
-def loaded(*findings: Finding, vllm: str = "0.32.1", status: CellStatus = "loads") -> DryLoadReport:
+def loaded(
+    *findings: Finding, vllm: str = "0.32.1", status: CellStatus = "loads", cuda: bool = False
+) -> DryLoadReport:
     cell = MatrixCell(tp=1, sm=90, status=status, reason="" if status == "loads" else "why")
     return DryLoadReport(
         checkpoint="a",
         ok=not findings,
         findings=findings,
         vllm=vllm,
+        cuda=cuda,
         cells=(cell,),
         rows=(),
         blind_spots=(),
@@ -284,29 +289,35 @@ def loaded(*findings: Finding, vllm: str = "0.32.1", status: CellStatus = "loads
 @pytest.mark.parametrize(
     ("found", "load", "ok", "severities", "left"),
     [
-        # The loaders judge names and shapes, but no numbers.
-        ("completeness", loaded(), True, ["warning"], []),
-        ("values", loaded(), False, ["error"], []),
+        # The loaders decide about refusals, but about no numbers.
+        (finding("refused"), loaded(), True, ["warning"], []),
+        (finding("values"), loaded(), False, ["error"], []),
         # A refusal by the loaders is added to the check's findings.
         (
-            "values",
-            loaded(finding("dry-load"), status="faulty"),
+            finding("refused"),
+            loaded(finding("refused"), status="faulty"),
             False,
             ["error", "error"],
             [NAMES],
         ),
         # Without a result of the loaders for this version, the check's findings stay.
-        ("completeness", loaded(status="not shown"), False, ["error"], [NAMES, LOADERS]),
-        ("completeness", loaded(vllm="0.3.2"), False, ["error"], [NAMES, LOADERS]),
+        (finding("refused"), loaded(status="not shown"), False, ["error"], [NAMES, LOADERS]),
+        (finding("refused"), loaded(vllm="0.3.2"), False, ["error"], [NAMES, LOADERS]),
+        # A claim about a GPU needs a load for this GPU by a CUDA build.
+        (finding("refused", sm=(90,)), loaded(cuda=True), True, ["warning"], []),
+        (finding("refused", sm=(90,)), loaded(), False, ["error"], []),
+        (finding("refused", sm=(80, 90)), loaded(cuda=True), False, ["error"], []),
+        (finding("refused", tp=(1,)), loaded(), True, ["warning"], []),
+        (finding("refused", tp=(2,)), loaded(), False, ["error"], []),
     ],
 )
 def test_check_and_dry_load_are_merged(
-    found: str, load: DryLoadReport, ok: bool, severities: list[str], left: list[str]
+    found: Finding, load: DryLoadReport, ok: bool, severities: list[str], left: list[str]
 ) -> None:
     report = CheckReport(
         checkpoint="a",
         ok=False,
-        findings=(finding(found),),
+        findings=(found,),
         not_judged=(UNKNOWN,),
         vllm="0.32",
     )

@@ -4,7 +4,7 @@ vLLM silently leaves the parameters of missing tensors uninitialized.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from vexport.architectures.built import DRAFTS
 from vexport.architectures.fusion import FusedLayer, part_names
@@ -20,7 +20,7 @@ from vexport.checkpoint.reader import same_bytes
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import INPUT, OUTPUT, ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
-from vexport.records import Finding, NotJudged
+from vexport.records import Finding, LoaderFault, NotJudged
 from vexport.records.values import plural
 
 NAME = "completeness"
@@ -48,6 +48,9 @@ HEADS = tuple(
 UNREAD = re.compile(
     r"rotary_(pos_)?emb\.(inv_freq|cos_cached|sin_cached)|\.([qkv]_(scale|zero_point)|kv_scale|g_idx)$"
 )
+
+# vLLM refuses unknown names, and finds parameters without a stored value.
+FAULTS: Sequence[LoaderFault] = ("refused", "missing")
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -122,7 +125,15 @@ def _compare_with_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[
                 f"{plural(len(lost), 'missing tensor')}"
             )
             fix = "export each expert as separate tensors"
-            yield error(NAME, min(names), claim="values", expected=expected, got=got, fix=fix)
+            yield error(
+                NAME,
+                min(names),
+                claim="values",
+                expected=expected,
+                got=got,
+                fix=fix,
+                loader_faults=FAULTS,
+            )
             missing = {name: where for name, where in missing.items() if name not in lost}
             unexpected = [name for name in unexpected if name not in names]
     for name in unexpected:
@@ -220,6 +231,7 @@ def _unexpected_finding(view: CheckpointView, layout: ModelLayout, name: str) ->
         expected=expected,
         got="a tensor for which vLLM has no parameter",
         fix=fix,
+        loader_faults=FAULTS,
     )
 
 
@@ -288,7 +300,9 @@ def _compare_parameters(
         got = "a tensor that the layer's scheme does not have"
         config = "config group" if view.quantization.method is None else "config"
         fix = f"remove the tensor, or correct the {config}"
-        yield error(NAME, where, claim="refused", expected=expected, got=got, fix=fix)
+        yield error(
+            NAME, where, claim="refused", expected=expected, got=got, fix=fix, loader_faults=FAULTS
+        )
 
 
 def _missing_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
@@ -301,7 +315,13 @@ def _missing_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]
             expected = f"this part of {fused.projection}, which vLLM fuses with {others}"
             fix = "export the checkpoint again"
             yield error(
-                NAME, module, claim="values", expected=expected, got="no such layer", fix=fix
+                NAME,
+                module,
+                claim="values",
+                expected=expected,
+                got="no such layer",
+                fix=fix,
+                loader_faults=FAULTS,
             )
 
 
@@ -329,5 +349,11 @@ def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
 def _missing_finding(where: str, expected: str) -> Finding:
     got = "no such tensor: vLLM would use uninitialized memory"
     return error(
-        NAME, where, claim="values", expected=expected, got=got, fix="export the checkpoint again"
+        NAME,
+        where,
+        claim="values",
+        expected=expected,
+        got=got,
+        fix="export the checkpoint again",
+        loader_faults=FAULTS,
     )

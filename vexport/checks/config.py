@@ -279,6 +279,7 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
             expected=expected,
             got=got,
             fix=fix,
+            tp=(ranks,),
         )
 
 

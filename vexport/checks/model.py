@@ -49,7 +49,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if impossible := impossible_size(config, len(view.index.tensors)):
         key, got = impossible
         yield _config_finding(
-            view, key, "a number that fits the stored tensors", got, claim="refused"
+            view, key, "a number that fits the stored tensors", got, claim="values"
         )
         return
     entry = get_layout(view.model.class_name, view.model.version)
@@ -64,7 +64,13 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                 if key in config
                 else "no such key: transformers would use its default"
             )
-            yield _config_finding(view, key, "a whole number above zero", got, claim="refused")
+            yield _config_finding(
+                view,
+                key,
+                "a whole number above zero",
+                got,
+                claim="refused" if key in config else "values",
+            )
         yield from _sizes(view, entry, text_config(config))
 
 

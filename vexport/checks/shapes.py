@@ -16,12 +16,9 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import alternatives
 from vexport.formats.base import EXPERT, Parameter, partition_of
 from vexport.numerics import INT32_BITS
-from vexport.records import FLOATING, Claim, Finding, TensorInfo
+from vexport.records import FLOATING, Finding, TensorInfo
 
 NAME = "shapes"
-# Findings on a tensor's shape have an `expected` that starts with this text. All other findings are
-# about a dtype or a whole layer.
-SHAPE = "shape "
 FIX_EXPORT = "export the checkpoint again"
 DESCRIPTION = "dtypes and shapes match the config, and the members of fused layers fit together"
 
@@ -158,7 +155,7 @@ def _shape(
     if tensor.shape == expected.shape or scalar:
         return
     size = f" {group.weights.group_size}" if group.weights.group_size else ""
-    wanted = f"{SHAPE}{list(expected.shape)} ({group.format}, {group.weights.strategy}{size})"
+    wanted = f"shape {list(expected.shape)} ({group.format}, {group.weights.strategy}{size})"
     got = str(list(tensor.shape))
     if (
         narrowing
@@ -170,7 +167,20 @@ def _shape(
         )
     else:
         fix = f"{FIX_EXPORT}, or correct the config"
-        yield error(NAME, tensor.name, claim="refused", expected=wanted, got=got, fix=fix)
+        yield _wrong_shape(tensor, wanted, got, fix)
+
+
+def _wrong_shape(tensor: TensorInfo, expected: str, got: str, fix: str) -> Finding:
+    """Return the error on a shape. vLLM refuses the tensor, or copies a part of it."""
+    return error(
+        NAME,
+        tensor.name,
+        claim="values",
+        expected=expected,
+        got=got,
+        fix=fix,
+        loader_faults=("refused", "cast", "narrowed"),
+    )
 
 
 def _is_narrowed(stored: tuple[int, ...], expected: Shape, dimension: int | None) -> bool:
@@ -266,11 +276,10 @@ def _unquantized_tensor(
     known = any(size is not None for size in shape)
     if known and not _has_shape(tensor, shape):
         narrowed = _is_narrowed(tensor.shape, shape, dimension)
-        wanted = f"{SHAPE}{list(shape)}, from the sizes of {view.model.class_name} in config.json"
+        wanted = f"shape {list(shape)}, from the sizes of {view.model.class_name} in config.json"
         got = f"{list(tensor.shape)}{NARROWED if narrowed else ''}"
         fix = f"{FIX_EXPORT}, or correct config.json"
-        claim: Claim = "values" if narrowed else "refused"
-        yield error(NAME, name, claim=claim, expected=wanted, got=got, fix=fix)
+        yield _wrong_shape(tensor, wanted, got, fix)
 
 
 def _has_shape(tensor: TensorInfo, shape: Shape) -> bool:

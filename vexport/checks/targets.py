@@ -101,7 +101,15 @@ def _unquantized(module: str, group: ConfigGroup, kind: str, fix: str) -> Findin
     expected = f"quantized tensors ({group.format}), because {group.name} targets this {kind}"
     # vLLM casts a weight to the scheme's dtype if the parameter has the same name.
     claim: Claim = "values" if group.storage.weight == "weight" else "refused"
-    return error(NAME, module, claim=claim, expected=expected, got="an unquantized weight", fix=fix)
+    return error(
+        NAME,
+        module,
+        claim=claim,
+        expected=expected,
+        got="an unquantized weight",
+        fix=fix,
+        loader_faults=("refused", "missing"),
+    )
 
 
 def _quantized_embedding(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
@@ -216,7 +224,17 @@ def _quantized_without_group(
     elif is_head(fused.name):
         got = "a quantized output head, but no separate target"
         fix = 'add "re:.*lm_head" to the targets'
-    return error(NAME, module, claim="refused", expected=expected, got=got, fix=fix)
+    # vLLM drops the scales of an output head that it runs unquantized.
+    claim: Claim = "values" if is_head(fused.name) else "refused"
+    return error(
+        NAME,
+        module,
+        claim=claim,
+        expected=expected,
+        got=got,
+        fix=fix,
+        loader_faults=("refused", "missing"),
+    )
 
 
 def _skip_key(view: CheckpointView) -> str:

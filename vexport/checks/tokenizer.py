@@ -6,6 +6,7 @@ an error if tokenizer_config.json exists, because then the checkpoint should hav
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -50,7 +51,15 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         return
     place, expected = str(root / TOKENIZER), "a tokenizer"
     if SETTINGS in names:
-        yield error(NAME, place, claim="refused", expected=expected, got="no such file", fix=FIX)
+        yield error(
+            NAME,
+            place,
+            claim="refused",
+            expected=expected,
+            got="no such file",
+            fix=FIX,
+            loader_faults=(),
+        )
     else:
         got = "no tokenizer: `vllm serve` needs the option --tokenizer"
         yield warning(NAME, place, claim=None, expected=expected, got=got, fix=FIX)
@@ -77,7 +86,7 @@ def _processor(
         expected = f"{processors}, which {name} needs for images, sound or video"
         got = "neither file: vLLM only starts with --language-model-only"
         fix = "copy the source's files"
-        yield finding(
+        found = finding(
             NAME,
             str(view.index.root / PROCESSORS[0]),
             claim="refused",
@@ -85,6 +94,7 @@ def _processor(
             got=got,
             fix=fix,
         )
+        yield replace(found, loader_faults=())
 
 
 def _template(root: Path, names: Sequence[str]) -> Iterator[Finding]:

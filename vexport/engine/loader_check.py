@@ -20,7 +20,7 @@ from vexport.checkpoint.index import (
     vllm_finds_weights,
 )
 from vexport.checkpoint.source import resolve_source
-from vexport.checks import INTERNAL, NAMES, completeness, header_findings, is_ok, shapes, targets
+from vexport.checks import INTERNAL, NAMES, header_findings, is_ok
 from vexport.checks.shared import shared_as_warnings, shared_errors
 from vexport.checks.vllm.view import Target
 from vexport.engine.arguments import require_layers
@@ -42,6 +42,7 @@ from vexport.records import (
     CheckReport,
     DryLoadReport,
     Finding,
+    LoaderFault,
     NotJudged,
     OnProgress,
     without_details,
@@ -55,15 +56,9 @@ NO_VLLM = (
     "vLLM is not installed: install it, give its interpreter (--vllm-python), or check with "
     "--static"
 )
-# Static checks whose errors vLLM's loaders also find. They find only some errors of `shapes` (see
-# `_is_checked_by_loaders`). If the loaders find no fault, such an error becomes a warning.
-CHECKED_BY_LOADERS = (completeness.NAME, shapes.NAME, targets.NAME)
-_KINDS = ("missing", "cast", "narrowed")
-# Maps a static check to the kinds of loader faults that show the same problems.
-_KINDS_OF_CHECKS = {
-    completeness.NAME: frozenset({"missing"}),
-    shapes.NAME: frozenset({"cast", "narrowed"}),
-}
+# Kinds of wrong copies that an error of the static check can have as a cause.
+_KINDS: tuple[LoaderFault, ...] = ("missing", "cast", "narrowed")
+CONTRADICTION = "but vLLM's loaders find no problem"
 # Advice lists at most this many layers by name. For more layers, it lists patterns of projections.
 _MAX_NAMED_LAYERS = 6
 _NUMBERED = re.compile(r"[^.\s]+\.\d+\.\S+")
@@ -171,9 +166,9 @@ def _unquantized_model(source: Path | None) -> Path | None:
 def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> CheckReport:
     """Join a check with the dry load of the same checkpoint.
 
-    A tensor that the loaders refuse or copy incorrectly is an error. If the loaders find no fault,
-    errors of the check about names, targets and shapes become warnings (see `downgrade_errors`).
-    Errors that the unquantized model has as well become warnings, too.
+    A tensor that the loaders refuse or copy incorrectly is an error. An error of the check that the
+    loaders contradict becomes a warning (see `downgrade_errors`). Errors that the unquantized model
+    has as well become warnings, too.
     """
     version = report.vllm
     if not f"{load.vllm}.".startswith(f"{version}."):
@@ -189,7 +184,7 @@ def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> Che
         return _not_loaded(report, outcome)
     not_judged = tuple(each for each in report.not_judged if outcome or each.what != NAMES)
     more = [*outcome, *(unused(load) if not_judged != report.not_judged else ())]
-    findings = (*(report.findings if outcome else downgrade_errors(report.findings, load)), *more)
+    findings = (*downgrade_errors(report.findings, load, faulty=bool(outcome)), *more)
     not_judged += load.not_judged
     joined = replace(report, ok=is_ok(findings), findings=findings, not_judged=not_judged)
     if load.not_judged:
@@ -199,38 +194,55 @@ def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> Che
     return replace(joined, judged_by="loaders")
 
 
-def downgrade_errors(findings: Sequence[Finding], load: DryLoadReport) -> Iterator[Finding]:
-    """Yield the findings of a check, given that vLLM's loaders found no fault.
+def downgrade_errors(
+    findings: Sequence[Finding], load: DryLoadReport, *, faulty: bool = False
+) -> Iterator[Finding]:
+    """Yield the findings of a check, given the result of vLLM's loaders.
 
-    An error about names, targets or shapes becomes a warning. It stays an error in three cases: the
-    loaders cannot detect such an error, they fill a parameter by repeating this tensor's values, or
-    a loader fault of the same kind was excluded because the unquantized model has it too.
+    The loaders decide about each error that a dry load can show (`loader_faults`). If they load the
+    checkpoint, the error becomes a warning that names both. It stays an error in two more cases:
+    the loaders fill a parameter by repeating this tensor's values, or a loader fault of the same
+    kind was excluded because the unquantized model has it too. `faulty` is True if the loaders
+    found an error.
     """
     kinds = {kind for each in load.not_judged for kind in _KINDS if f"({kind})" in each.what}
     repeated = {each.where for each in load.findings if is_stretched(each)}
     for finding in findings:
-        doubtful = finding.where in repeated or kinds & _KINDS_OF_CHECKS.get(
-            finding.check, frozenset()
-        )
-        if finding.severity == "error" and _is_checked_by_loaders(finding) and not doubtful:
-            got = f"{finding.got}; but vLLM's loaders find no problem"
+        doubtful = finding.where in repeated or kinds & {*finding.loader_faults}
+        if _can_be_overruled(finding) and not doubtful and _is_contradicted(finding, load, faulty):
+            got = f"{finding.got}; {CONTRADICTION}"
             fix = "ignore this, or compare with the source to be sure (--source)"
             yield replace(finding, severity="warning", got=got, fix=fix)
         else:
             yield finding
 
 
-def _is_checked_by_loaders(finding: Finding) -> bool:
-    """Return True if vLLM's loaders would have found this error.
+def _can_be_overruled(finding: Finding) -> bool:
+    """Return True if the finding is an error that a dry load would show."""
+    return finding.severity == "error" and bool(finding.loader_faults)
 
-    Of the errors in the check `shapes`, the loaders only find wrong shapes of tensors: they refuse
-    the shape, or narrow or repeat the tensor, which the copy audit reports. They do not find casts
-    between dtypes of the same kind (float32 to bfloat16). Nor do they find in_features that are not
-    a multiple of the group size, because vLLM rounds the number of groups down.
+
+def _is_contradicted(finding: Finding, load: DryLoadReport, faulty: bool) -> bool:
+    """Return True if the loaders accept what the finding calls an error.
+
+    A finding on certain ranks or GPUs is contradicted if the checkpoint loads in all these cells. A
+    finding on GPUs needs the loaders of a CUDA build. Any other finding is contradicted if the
+    loaders found no error at all.
     """
-    if finding.check == shapes.NAME:
-        return finding.expected.startswith(shapes.SHAPE)
-    return finding.check in CHECKED_BY_LOADERS
+    if not finding.tp and not finding.sm:
+        return not faulty
+    cells = [
+        cell
+        for cell in load.cells
+        if cell.tp in (finding.tp or (cell.tp,)) and cell.sm in (finding.sm or (cell.sm,))
+    ]
+    tried = {cell.sm for cell in cells} >= {*finding.sm}
+    return (
+        bool(cells)
+        and tried
+        and all(cell.loads for cell in cells)
+        and (load.cuda or not finding.sm)
+    )
 
 
 def _not_loaded(report: CheckReport, reason: str) -> CheckReport:
@@ -269,7 +281,7 @@ class LoadVerifier:
         not_judged += _shared_note(job, [each for each in errors if each in shared])
         errors = [each for each in errors if each not in shared]
         job.on_progress("verify (config and names)", 1, 1)
-        if self.dry and all(map(_is_checked_by_loaders, errors)):
+        if self.dry and all(map(_can_be_overruled, errors)):
             judged = _dry_loaded(job, folder, plan)
             outcome = judged if isinstance(judged, str) else errors_or_uncertainty(judged)
             if isinstance(outcome, str):

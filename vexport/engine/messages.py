@@ -302,6 +302,7 @@ class DryResult:
     """Results of all cells of each checkpoint, in the order of the request."""
 
     vllm: str
+    cuda: bool
     checkpoints: tuple[tuple[CellResult, ...], ...]
 
 

@@ -56,6 +56,7 @@ from vexport.records.findings import (
     EngineMode,
     Finding,
     GpuRoom,
+    LoaderFault,
     LoadReport,
     LogprobAgreement,
     MatrixCell,

@@ -10,6 +10,8 @@ Severity = Literal["error", "warning", "info"]
 # What a rule claims about vLLM: it refuses the checkpoint, uses wrong values, or runs the layers in
 # another precision or kernel than stored.
 Claim = Literal["refused", "values", "precision"]
+# How vLLM's loaders show a fault in a dry load: a refusal, or a kind of wrong copy.
+LoaderFault = Literal["refused", "missing", "cast", "narrowed"]
 # Separates the cause of vLLM's refusal from vLLM's message, which only JSON and --all show.
 MESSAGE_SEPARATOR = "; vLLM's message: "
 # Entry of `CheckReport.not_judged` if vLLM's loaders could not judge the checkpoint.
@@ -30,6 +32,11 @@ class Finding:
     `claim` is what the rule claims about vLLM, or None for another problem, such as a file that
     cannot be read. It is None in reports of older versions. `expected` and `fix` may be empty if
     the finding was made from an error without them.
+
+    `loader_faults` are the ways in which a dry load can show the fault. It is empty if vLLM's
+    loaders cannot find the fault. `tp` and `sm` are the numbers of ranks and the compute
+    capabilities that the finding is about, or empty if they do not matter. These three are not part
+    of the JSON.
     """
 
     check: str
@@ -39,6 +46,9 @@ class Finding:
     expected: str
     got: str
     fix: str
+    loader_faults: tuple[LoaderFault, ...] = field(default=(), metadata={"exclude": True})
+    tp: tuple[int, ...] = field(default=(), metadata={"exclude": True})
+    sm: tuple[int, ...] = field(default=(), metadata={"exclude": True})
 
     @classmethod
     def of(
@@ -328,8 +338,9 @@ class DryLoadReport:
     `cells` has a cell of the whole checkpoint for each tp and sm. Each of the `rows` has the same
     cells for one kind of layer. There are no rows if no cell was loaded. `memory` has an entry for
     each tp that was loaded. `rooms` has an entry for each GPU, tp and sequence length.
-    `vllm_python` is the Python interpreter, empty for the interpreter that runs vexport.
-    `not_judged` lists faults that also occur with the unquantized model.
+    `vllm_python` is the Python interpreter, empty for the interpreter that runs vexport. `cuda` is
+    True if the loaders are those of a CUDA build. `not_judged` lists faults that also occur with
+    the unquantized model.
     """
 
     schema: Literal["vexport.dry-load/1"] = "vexport.dry-load/1"
@@ -338,6 +349,7 @@ class DryLoadReport:
     findings: tuple[Finding, ...]
     vllm: str
     vllm_python: str = ""
+    cuda: bool = False
     cells: tuple[MatrixCell, ...]
     rows: tuple[MatrixRow, ...]
     memory: tuple[RankMemory, ...] = ()

@@ -101,6 +101,7 @@ def judge(
     *,
     groups: Sequence[ConfigGroup] = (),
     requested: bool = False,
+    cuda: bool = False,
 ) -> DryLoadReport:
     """Make the report on one checkpoint from the results of its cells.
 
@@ -110,6 +111,7 @@ def judge(
 
     `requested` is True if the user chose the cells. A refusal then stays an error if the
     unquantized model loads in another cell, because the chosen GPU or number of ranks is the cause.
+    `cuda` is True if the loaders are those of a CUDA build.
     """
     left_out = not_judged(results)
     results = [
@@ -127,6 +129,7 @@ def judge(
         ok=all(finding.severity != "error" for finding in findings),
         findings=findings,
         vllm=vllm,
+        cuda=cuda,
         cells=tuple(
             _cell(result, needed=_needed(result.cell, results, require)) for result in results
         ),
@@ -419,6 +422,7 @@ class DryLoad:
                     self.require,
                     groups=config_groups_of(checkpoint),
                     requested=self.requested,
+                    cuda=result.cuda,
                 ),
                 unquantized=tuple(_unquantized_findings(request, number, cells)),
             )

@@ -96,7 +96,10 @@ def _results_of(request: DryRequest) -> DryResult:
     results = [[_merge_attempts(ranks) for ranks in cells] for cells in tries]
     if request.controlled:
         results = _with_controls(request, results)
-    return DryResult(vllm=version, checkpoints=tuple(map(tuple, results)))
+    import torch
+
+    cuda = torch.version.cuda is not None
+    return DryResult(vllm=version, cuda=cuda, checkpoints=tuple(map(tuple, results)))
 
 
 def _ranks(attempt: DryTry) -> list[DryTry]:

@@ -41,7 +41,14 @@ def problem(
     The caller sets the name of its check.
     """
     return Finding(
-        check="", claim=claim, severity=severity, where=where, expected=expected, got=got, fix=fix
+        loader_faults=("refused",) if claim == "refused" else (),
+        check="",
+        claim=claim,
+        severity=severity,
+        where=where,
+        expected=expected,
+        got=got,
+        fix=fix,
     )
 
 

@@ -231,7 +231,7 @@ def read(config: MethodConfig) -> QuantMethod:
     if version != LAYOUT:
         expected = f"{LAYOUT}, the only layout that vLLM reads (AutoAWQ's WQLinear_GEMM)"
         config.add_problem(
-            "version", expected, version, "export the checkpoint again as gemm", claim="refused"
+            "version", expected, version, "export the checkpoint again as gemm", claim="values"
         )
     kept = config.names("modules_to_not_convert")
     group = integer_group("awq", Awq("awq"), config, bits, size, symmetric=False)
