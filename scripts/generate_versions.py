@@ -5,9 +5,9 @@ The types of their engine arguments go to generated/engine_arguments/VERSION.jso
     PYTHONPATH=. .venv/bin/python scripts/generate_versions.py 0.33.0 [0.31.0 ...]
 
 The wheels of that version and of `PINNED` are downloaded into a cache and read as text. Only
-literals are read: schemes with their least capabilities, widths, and names of methods. For model
-classes they are the fused layers, and whether the embedding table is quantized. Entries of classes
-that are the same in `PINNED` are left out.
+literals are read: widths, and names of methods. For model classes they are the fused layers, and
+whether the embedding table is quantized. Entries of classes that are the same in `PINNED` are left
+out. Only the choice of a class for linear layers is executed, for each capability (`selection.py`).
 """
 
 import ast
@@ -17,13 +17,19 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 
 from engine_arguments import engine_types
+from selection import selected_classes
 from tables import FOLDER, embedding, write_table
 
 from vexport.architectures import architecture_table
+from vexport.formats import FP8, INT4, PACKED
+from vexport.formats.arguments import QuantArgs, SchemeArgs
+from vexport.formats.base import Format
+from vexport.formats.schemes import Scheme, all_schemes, get_scheme
 
 CACHE = Path.home() / ".cache" / "vexport-wheels"
 MODELS = "vllm/model_executor/models"
@@ -178,13 +184,32 @@ def facts(wheel: Wheel) -> Entry:
     assert required is not None
     return {
         "compressed_tensors": required[1],
-        "schemes": schemes(wheel),
+        "schemes": selected_classes(wheel, used_schemes(), minimums(wheel)),
         "asymmetric_widths": asymmetric_widths(wheel),
         "methods": methods(wheel),
     }
 
 
-def schemes(wheel: Wheel) -> dict[str, int]:
+def used_schemes() -> list[Scheme]:
+    """Return the presets, and schemes that only other producers write."""
+    weights = {name: get_scheme(name).args.weights for name in ("FP8_DYNAMIC", "W4A16", "W4A8")}
+    tokens = get_scheme("W4A8").args.input_activations
+    assert tokens is not None
+    return [
+        *all_schemes(),
+        _scheme(FP8, weights["FP8_DYNAMIC"], None),
+        _scheme(INT4, weights["W4A8"], tokens),
+        _scheme(PACKED, weights["W4A16"], replace(tokens, num_bits=4)),
+    ]
+
+
+def _scheme(storage: Format, weights: QuantArgs, inputs: QuantArgs | None) -> Scheme:
+    args = SchemeArgs(weights=weights, input_activations=inputs)
+    return Scheme(name=storage.name, args=args, format=storage)
+
+
+def minimums(wheel: Wheel) -> dict[str, int]:
+    """Return the minimum compute capability of each class for linear layers."""
     found = {}
     for file in sorted(wheel.names):
         for name in (

@@ -36,14 +36,30 @@ from tests.checks.quant_methods import (  # noqa: E402
     write_gpt_oss,
 )
 from tests.models import save_llama, save_w4a8_in_bytes  # noqa: E402
+from tests.mutations.edits import GROUP, Change, config, spoiled  # noqa: E402
 from vexport.formats.schemes import all_schemes  # noqa: E402
 
 DEMO = ROOT / "scenarios" / "demo"
 CAPABILITIES, SIZES = "75,80,86,89,90,100,103,120", "1,2"
 # Schemes with static input scales, which need calibration text.
 CALIBRATED = ("FP8", "NVFP4")
-# Methods whose routed experts are compared as well.
+# Methods and schemes whose routed experts are compared as well.
 OF_EXPERTS = ("fp8-block", "modelopt-nvfp4")
+SCHEMES_OF_EXPERTS = (
+    "NVFP4A16",
+    "MXFP4",
+    "MXFP8",
+    "FP8_DYNAMIC",
+    "FP8_BLOCK",
+    "W8A8",
+    "W4AFP8",
+    "W4A16",
+)
+# Arguments that vexport does not write: FP8 weights alone, and groups that no kernel supports.
+CHANGED: Mapping[str, tuple[str, Change]] = {
+    "FP8A16": ("FP8_DYNAMIC", config((*GROUP,), input_activations=None)),
+    "W4AFP8 in groups of 64": ("W4AFP8", config((*GROUP, "weights"), group_size=64)),
+}
 # Writes a checkpoint to a new folder.
 Make = Callable[[Path], object]
 # A cell's identity: checkpoint, kind of layer, tensor parallel size and capability.
@@ -66,7 +82,18 @@ def makers(sources: Path) -> Mapping[str, Make]:
         path = sources / name
         return path if path.is_dir() else save_family(name, path)
 
+    def wide_experts() -> Path:
+        path = sources / "wide experts"
+        return path if path.is_dir() else save_family("qwen3-moe", path, moe_intermediate_size=256)
+
+    def experts_in(scheme: str, out: Path) -> None:
+        quantize(scheme, out, wide_experts())
+
     made: dict[str, Make] = {each.name: partial(quantize, each.name) for each in all_schemes()}
+    for name in SCHEMES_OF_EXPERTS:
+        made[f"{name} experts"] = partial(experts_in, name)
+    for name, (scheme, change) in CHANGED.items():
+        made[name] = partial(changed, scheme, change)
     made["W4A8 in bytes"] = lambda out: save_w4a8_in_bytes(llama(), out)
 
     def dense(method: str, out: Path) -> object:
@@ -81,11 +108,17 @@ def makers(sources: Path) -> Mapping[str, Make]:
     return made
 
 
-def quantize(scheme: str, out: Path) -> None:
-    """Quantize the demo's model, rounded to nearest."""
+def changed(scheme: str, change: Change, out: Path) -> None:
+    """Quantize the demo's model, and change the config."""
+    quantize(scheme, out.with_name(f"{out.name} unchanged"))
+    spoiled(out.with_name(f"{out.name} unchanged"), out, change)
+
+
+def quantize(scheme: str, out: Path, source: Path = DEMO / "model") -> None:
+    """Quantize a model, by default the demo's, rounded to nearest."""
     text = ("--calibration", DEMO / "calibration.jsonl", "--samples", 8, "--seq-len", 64)
     words = ("--scheme", scheme, "--rounding", "nearest", "--no-verify", "--quiet")
-    if vexport("quantize", DEMO / "model", out, *words, *(text if scheme in CALIBRATED else ())):
+    if vexport("quantize", source, out, *words, *(text if scheme in CALIBRATED else ())):
         sys.exit(f"{scheme}: quantize refuses the demo's model")
 
 

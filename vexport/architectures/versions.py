@@ -30,7 +30,8 @@ class ClassFacts:
 class VersionFacts:
     """Facts about a version of vLLM, read from its wheel.
 
-    `schemes` are the classes of linear layers with the minimum compute capability of each.
+    `schemes` maps the class that a linear layer usually gets to the classes that vLLM selects, by
+    the first compute capability of each. A class is "" if vLLM refuses the scheme there.
     `asymmetric_widths` are the bits of packed integers with zero points. `absent` are the model
     classes that only `PINNED` has, and `added` the classes that only this version has. `classes`
     are the classes of both versions that differ. `agreeing_methods` are the quantization methods
@@ -40,13 +41,25 @@ class VersionFacts:
 
     vllm: str
     compressed_tensors: str
-    schemes: Mapping[str, int]
+    schemes: Mapping[str, Mapping[int, str]]
     asymmetric_widths: tuple[int, ...]
     methods: tuple[str, ...]
     absent: frozenset[str]
     added: Mapping[str, ClassFacts]
     classes: Mapping[str, ClassFacts]
     agreeing_methods: tuple[str, ...] = ()
+
+    def selected_class(self, usual: str, sm: int) -> str | None:
+        """Return the class that vLLM selects on a GPU for a layer that usually gets `usual`.
+
+        The class is "" if vLLM refuses the scheme on this GPU. Return None if there is no record of
+        `usual`, as for quantization methods other than compressed-tensors.
+        """
+        selected = self.schemes.get(usual)
+        if selected is None:
+            return None
+        first = max((first for first in selected if first <= sm), default=None)
+        return "" if first is None else selected[first]
 
     def has_rules_for(self, method: str) -> bool:
         """Return True if vexport's rules for a quantization method apply to this version."""

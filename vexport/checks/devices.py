@@ -6,24 +6,27 @@ shows them.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 from vexport.architectures import with_stars
 from vexport.architectures.config import head_width
 from vexport.architectures.fusion import FusedLayer
 from vexport.architectures.ranks import heads_of
+from vexport.architectures.versions import VersionFacts
 from vexport.checks.kv_cache import cache_scales
-from vexport.checks.vllm.findings import error, warning
+from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.precision import layer_kinds, other_precision
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import PACKED
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
+from vexport.formats.gpus import GENERATIONS
 from vexport.formats.schemes import Scheme
 from vexport.formats.shapes import unsupported_on
 from vexport.records import Finding
 from vexport.records.values import plural
-from vexport.version import PINNED
 
 NAME = "devices"
 DESCRIPTION = (
@@ -82,6 +85,7 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
             expected=expected,
             got=got,
             fix=fix,
+            sm=refusing,
         )
 
 
@@ -98,6 +102,7 @@ def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
             expected=expected,
             got=got,
             fix=fix,
+            tp=(ranks,),
         )
 
 
@@ -125,7 +130,9 @@ def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
         expected = f"a layer that vLLM can run on {plural(ranks, 'rank')}"
         # A layer that vLLM cannot run on a single rank cannot run on more ranks either.
         fix = FIX_LAYERS if ranks == 1 else f"serve it on another number of GPUs, or {FIX_LAYERS}"
-        yield error(NAME, where, claim="refused", expected=expected, got=reason, fix=fix)
+        yield error(
+            NAME, where, claim="refused", expected=expected, got=reason, fix=fix, tp=(ranks,)
+        )
 
 
 def _by_group(view: CheckpointView) -> list[tuple[ConfigGroup, list[FusedLayer]]]:
@@ -142,30 +149,29 @@ def _capabilities(
 ) -> Iterator[Finding]:
     """Report GPUs that refuse a group's scheme, or run it with other input bits than stored."""
     support, capabilities = group.storage.gpu_support(group), view.target.sm
+    refuses = partial(refuses_scheme, view.model.facts, group)
     layers = (
         f"{with_stars(fused_layers[0].name)} and all of {group.name} ({_layers(len(fused_layers))}"
     )
-    # The lowest SM that runs the scheme in the target version of vLLM, or 0 if vexport has no data
-    # on this version.
-    known = view.model.facts.schemes if view.model.target_version != PINNED else {}
-    least = known.get(group.storage.vllm_scheme(group), 0)
-    refusing = [sm for sm in capabilities if support.refuses(sm) or sm < least]
+    refusing = [sm for sm in capabilities if refuses(sm)]
     if refusing:
-        until = (
-            f"or above and below SM {support.loads_below}" if support.loads_below else "or above"
+        running = [sm for sm in sorted(GENERATIONS) if not refuses(sm)]
+        expected = f"{_needed(running)}, for {precision(group)} ({group.format})"
+        found = error(
+            NAME,
+            f"{layers}, sm {_sm_list(refusing)})",
+            claim="refused",
+            expected=expected,
+            got="a GPU on which vLLM refuses the scheme",
+            fix=FIX_SCHEME,
+            sm=refusing,
         )
-        needed = (
-            "a CPU" if support.loads_below == 0 else f"SM {max(support.loads_from, least)} {until}"
-        )
-        expected = f"{needed}, for {precision(group)} ({group.format})"
-        finding, got, fix = error, "a GPU on which vLLM refuses the scheme", FIX_SCHEME
         if support.after_loading:
             # This limit comes from the kernel's code and was not tested on a GPU. The loaders
             # accept the checkpoint.
-            finding, got = warning, support.after_loading
             fix = f"try to load it on such a GPU, or store it as {PACKED.name}"
-        where = f"{layers}, sm {_sm_list(refusing)})"
-        yield finding(NAME, where, claim="refused", expected=expected, got=got, fix=fix)
+            found = replace(found, severity="warning", got=support.after_loading, fix=fix)
+        yield found
     running = [sm for sm in capabilities if sm not in refusing]
     kinds = layer_kinds(with_stars(fused.name) for fused in fused_layers)
     for bits in dict.fromkeys(support.bits(sm) for sm in running):
@@ -178,6 +184,29 @@ def _capabilities(
                 runs=f"W{group.weights.num_bits}A{bits}",
                 capabilities=alike,
             )
+
+
+def refuses_scheme(facts: VersionFacts, group: ConfigGroup, sm: int) -> bool:
+    """Return True if a version of vLLM refuses a scheme on a GPU.
+
+    vLLM refuses it if it selects no class for the layers, or if the class has no kernel. The class
+    is recorded for each version, with the classes that vLLM falls back to on older GPUs.
+    """
+    support = group.storage.gpu_support(group)
+    selected = facts.selected_class(group.storage.vllm_scheme(group), sm)
+    if selected is None:
+        return support.refuses(sm)
+    return not selected or support.lacks_kernel(sm)
+
+
+def _needed(running: Sequence[int]) -> str:
+    """Describe the compute capabilities that run a scheme."""
+    if not running:
+        return "a CPU"
+    first, last = running[0], running[-1]
+    if last == max(GENERATIONS):
+        return f"SM {first} or above"
+    return f"SM {first}" if first == last else f"SM {first} to {last}"
 
 
 def _layers(count: int) -> str:

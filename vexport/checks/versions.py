@@ -14,7 +14,7 @@ from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import MXFP4, PACKED
 from vexport.records import Finding
-from vexport.version import PINNED, short_version
+from vexport.version import PINNED, Version, short_version
 
 NAME = "versions"
 DESCRIPTION = "the chosen version of vLLM (--vllm) supports the schemes, bit widths and model class"
@@ -75,12 +75,18 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                 got=f"{name}, which does not support {refused}",
                 fix=FIX_VERSION,
             )
-        elif group.storage is MXFP4 and MXFP4.vllm_scheme(group) not in facts_of(version).schemes:
+        elif group.storage is MXFP4 and not _has_class(MXFP4.vllm_scheme(group), version):
             expected = "a version of vLLM that supports MXFP4 weights with FP8 inputs"
             got = f"{name}, which quantizes the inputs to MXFP4 on GPUs with FP4 kernels"
             yield warning(
                 NAME, where, claim="precision", expected=expected, got=got, fix=FIX_VERSION
             )
+
+
+def _has_class(name: str, version: Version) -> bool:
+    """Return True if a version has a class for linear layers."""
+    selected = facts_of(version).schemes.get(name, {})
+    return name in selected.values()
 
 
 def _unsupported_zero_points(group: ConfigGroup, facts: VersionFacts) -> str | None:

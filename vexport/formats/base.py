@@ -133,11 +133,16 @@ class GpuSupport:
 
     def refuses(self, sm: int) -> bool:
         """Return True if vLLM raises on a GPU of this capability."""
-        return sm < self.loads_from or (self.loads_below is not None and sm >= self.loads_below)
+        return sm < self.loads_from or self.lacks_kernel(sm)
+
+    def lacks_kernel(self, sm: int) -> bool:
+        """Return True if vLLM has no kernel for a GPU of this capability, or for any newer GPU."""
+        return self.loads_below is not None and sm >= self.loads_below
 
     def bits(self, sm: int) -> int:
         """Return the number of bits of the kernel's inputs on a GPU that runs the scheme."""
-        return self.input_bits[max(start for start in self.input_bits if start <= sm)]
+        starts = [start for start in self.input_bits if start <= sm]
+        return self.input_bits[max(starts, default=self.loads_from)]
 
 
 class Format(Protocol):
