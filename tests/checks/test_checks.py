@@ -206,5 +206,6 @@ def test_check_reports_and_exit_codes(good: Good, tmp_path: Path) -> None:
         "expected",
         "got",
         "fix",
+        "places",
     }
     assert vexport("check", good("NVFP4"), "--format", "json").code == 0

@@ -174,15 +174,15 @@ def test_layer_that_fits_two_groups_is_refused(good: Good, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_number_of_bits_is_not_guessed(good: Good, tmp_path: Path) -> None:
+def test_number_of_bits_follows_from_size(good: Good, tmp_path: Path) -> None:
     """Read as four bits, eight bits look like a weight with twice the columns.
 
-    Its stored shape differs.
+    The size in config.json and the stored shape show the right number.
     """
     checkpoint = spoiled(good("W8A16"), tmp_path / "broken", config(ARGUMENTS, num_bits=4))
-    ran = vexport("repair", checkpoint, tmp_path / "out", "--quiet", "--format", "json")
-    assert ran.code == 1
-    assert json.loads(ran.stdout)["repairs"] == []
+    (repair,) = repaired(checkpoint, tmp_path / "out")["repairs"]
+    assert str(repair["where"]).endswith("group_0.weights.num_bits")
+    assert (repair["got"], repair["now"]) == ("4", "8")
 
 
 def test_smoothed_checkpoint_is_compared_with_smoothed_source(llama: Path, tmp_path: Path) -> None:

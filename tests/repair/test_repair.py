@@ -188,7 +188,7 @@ REFUSED = [
     ("NVFP4", put(f"{DOWN}.weight_global_scale", fill_with(1e-39)), f"{DOWN}.weight_global_scale"),
     ("FP8", drop(f"{DOWN}.input_scale"), f"{DOWN}.input_scale"),
     ("W8A8", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), f"{DOWN}.weight_scale"),
-    ("FP8_DYNAMIC", config(ARGUMENTS, num_bits=3), "config_groups.group_0"),
+    ("FP8_DYNAMIC", config(ARGUMENTS, num_bits=3, type="int"), "config_groups.group_0"),
     (
         "W8A8",
         lambda folder: (folder / "model.safetensors").write_bytes(b"12345678"),

@@ -119,6 +119,9 @@ def test_metric_without_percentage(format: str) -> None:
     assert "n/a" in text or format in ("junit", "github", "card")
 
 
+FINDING_KEYS = {"check", "claim", "severity", "where", "expected", "got", "fix", "places"}
+
+
 def test_check_json() -> None:
     reports = [
         sample.check_of(sample.unloaded()),
@@ -137,8 +140,7 @@ def test_check_json() -> None:
         "tp",
         "sm",
     }
-    keys = {"check", "claim", "severity", "where", "expected", "got", "fix"}
-    assert set(answer[0]["findings"][0]) == keys
+    assert set(answer[0]["findings"][0]) == FINDING_KEYS
     assert json.loads(render_checks([], "json")) == []
     schema = json.loads((FOLDER / "check.schema.json").read_text(encoding="utf-8"))
     jsonschema.validate(

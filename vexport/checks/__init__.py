@@ -33,9 +33,10 @@ from vexport.checks.config import has_quantized_outputs, unsupported_method
 from vexport.checks.model import class_not_judged
 from vexport.checks.shared import shared_as_warnings
 from vexport.checks.vllm.view import ANY, CheckFunction, CheckpointView, Target
+from vexport.checks.vllm.wrong_words import with_causes
 from vexport.errors import InputError, InputErrors, VexportError, convert_os_error
 from vexport.errors.extras import unexpected_error
-from vexport.records import CheckReport, Finding, NotJudged
+from vexport.records import CheckReport, Finding, NotJudged, merged
 from vexport.records.values import plural
 from vexport.version import PINNED, short_version
 
@@ -140,7 +141,7 @@ def check_checkpoint(
             view = CheckpointView(index, reader, target, digests)
             vllm = view.model.target_version
             # Several families may report the same unreadable file.
-            findings = tuple(dict.fromkeys(all_findings(view, against)))
+            findings = merged(dict.fromkeys(all_findings(view, against)))
             not_judged = (*parts_not_judged(view), *_values_not_judged(view, against, findings))
             if against is not None:
                 of_source = header_findings(against.root, target, SOURCE_FAMILIES)
@@ -183,11 +184,22 @@ def header_findings(
 def all_findings(
     view: CheckpointView, against: SourceComparison | None = None
 ) -> Iterator[Finding]:
-    """Yield the findings of all families.
+    """Yield the findings of all families. Findings with one cause in the config are one finding.
 
     If vexport does not support the checkpoint's quantization method, only the families in
     METHOD_INDEPENDENT run.
     """
+    found = list(_family_findings(view, against))
+    try:
+        found = with_causes(view, found)
+    except (InputError, OSError):
+        pass  # a finding reports the unreadable file
+    except Exception as error:
+        found.append(internal_error("the causes of findings", error))
+    yield from found
+
+
+def _family_findings(view: CheckpointView, against: SourceComparison | None) -> Iterator[Finding]:
     judged = unsupported_method(view) is None
     numbers = _TranslatedChecks()
     for name, check in CHECKS.items():
@@ -304,7 +316,8 @@ def _values_not_judged(
     if against is None:
         yield from unjudged
         return
-    layers = [each.where for each in findings if each.expected == COMPARABLE]
+    uncompared = [each for each in findings if each.expected == COMPARABLE]
+    layers = [place for each in uncompared for place in each.every_place]
     if unjudged and layers:
         why = f"{plural(len(layers), 'layer')} could not be compared with the source: {layers[0]}"
         yield NotJudged(what=shards.VALUES, why=why)

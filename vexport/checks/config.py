@@ -265,7 +265,8 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
         yield from _matrix(view, transform)
         for fused in view.model.fused_layers:
             yield from _transformed_layer(view, transform, fused)
-    for ranks in (ranks for ranks in view.target.tp if ranks > 1 and view.quantization.transforms):
+    several = [ranks for ranks in view.target.tp if ranks > 1]
+    if several and view.quantization.transforms:
         expected = "no online transforms, because vLLM only computes them on a single rank"
         names = sorted({transform.submodule for transform in view.quantization.transforms})
         got = (
@@ -274,12 +275,12 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
         fix = "serve it on one GPU, or merge the rotations into the weights"
         yield error(
             TRANSFORMS_NAME,
-            f"{where} (tp {ranks})",
+            f"{where} (tp {'/'.join(map(str, several))})",
             claim="refused",
             expected=expected,
             got=got,
             fix=fix,
-            tp=(ranks,),
+            tp=several,
         )
 
 

@@ -5,6 +5,7 @@ of each rank's part of a layer. The kernels that vLLM selects are not checked he
 shows them.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -38,15 +39,16 @@ FIX_SCHEME = "serve it on another GPU, or use another scheme"
 TRITON_FP8_FROM = 89
 # Lowest SM and head sizes that FlashInfer supports.
 FLASHINFER_FROM, FLASHINFER_HEADS = 80, (64, 128, 256, 512)
+NUMBER = re.compile(r"\d+")
 # Ending of tensors with attention sinks.
 SINKS = ".sinks"
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Yield findings on the ranks and compute capabilities in the target."""
-    for ranks in view.target.tp if view.model.architecture.row_parallel else ():
-        yield from _heads(view, ranks)
-        yield from _shapes(view, ranks)
+    if view.model.architecture.row_parallel:
+        yield from _heads(view)
+        yield from _shapes(view)
     for group, fused_layers in _by_group(view):
         yield from _capabilities(view, group, fused_layers)
     yield from _cache(view)
@@ -80,7 +82,7 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
         fix = "serve it on another GPU, or with --kv-cache-dtype bfloat16 (float16 below SM 80)"
         yield error(
             NAME,
-            f"the FP8 KV cache (sm {_sm_list(refusing)})",
+            f"the FP8 KV cache (sm {_listed(refusing)})",
             claim="refused",
             expected=expected,
             got=got,
@@ -89,26 +91,55 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
         )
 
 
-def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
+def _heads(view: CheckpointView) -> Iterator[Finding]:
     """Report attention heads that cannot be divided over the ranks."""
     heads = heads_of(view.layers.by_name, view.model.names)
-    if got := heads.uneven(ranks):
-        expected = f"attention heads that can be divided over {ranks} ranks"
-        fix = f"serve it on {heads.possible_gpus}"
+    ranks_of: dict[str, list[int]] = {}
+    for ranks in view.target.tp:
+        if got := heads.uneven(ranks):
+            ranks_of.setdefault(got, []).append(ranks)
+    for got, all_ranks in ranks_of.items():
         yield error(
             NAME,
-            f"{view.config_path} (tp {ranks})",
+            f"{view.config_path} (tp {_listed(all_ranks)})",
             claim="refused",
-            expected=expected,
+            expected=f"attention heads that can be divided over {_words(all_ranks)} ranks",
             got=got,
-            fix=fix,
-            tp=(ranks,),
+            fix=f"serve it on {heads.possible_gpus}",
+            tp=all_ranks,
         )
 
 
-def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
-    """Report layers that vLLM cannot run on this number of ranks, one finding for each kind."""
-    counts: Counter[tuple[str, str]] = Counter()
+def _shapes(view: CheckpointView) -> Iterator[Finding]:
+    """Report layers that vLLM cannot run on these numbers of ranks, one finding for each kind.
+
+    On other numbers of ranks, the sizes in the reason differ. A kind of layer that vLLM cannot run
+    for the same reason is reported once, with the sizes on the fewest ranks.
+    """
+    found: dict[tuple[str, str], tuple[str, Counter[int]]] = {}
+    for ranks in sorted(view.target.tp):
+        for kind, reason in _unsupported_layers(view, ranks):
+            key = kind, NUMBER.sub("#", reason)
+            found.setdefault(key, (reason, Counter()))[1][ranks] += 1
+    for (kind, _), (reason, counts) in found.items():
+        all_ranks, layers = list(counts), _layers(max(counts.values()))
+        # A layer that vLLM cannot run on a single rank cannot run on more ranks either.
+        alone = 1 in counts
+        yield error(
+            NAME,
+            f"{kind} ({layers}, tp {_listed(all_ranks)})",
+            claim="refused",
+            expected="a layer that vLLM can run on 1 rank"
+            if alone
+            else f"a layer that vLLM can run on {_words(all_ranks)} ranks",
+            got=reason,
+            fix=FIX_LAYERS if alone else f"serve it on another number of GPUs, or {FIX_LAYERS}",
+            tp=all_ranks,
+        )
+
+
+def _unsupported_layers(view: CheckpointView, ranks: int) -> Iterator[tuple[str, str]]:
+    """Yield the kind of each layer that vLLM cannot run on this number of ranks, and the reason."""
     for fused in view.model.fused_layers:
         group = view.lookup.group_of(fused) if view.layers.is_quantized(fused) else None
         members = view.layers.members_with_sizes(fused, group)
@@ -124,15 +155,7 @@ def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
             Scheme(name=group.name, args=args, format=group.storage) if group and args else None
         )
         if reason := unsupported_on(fused, members, scheme, view.model.names, ranks):
-            counts[with_stars(fused.name), reason] += 1
-    for (kind, reason), count in counts.items():
-        where = f"{kind} ({_layers(count)}, tp {ranks})"
-        expected = f"a layer that vLLM can run on {plural(ranks, 'rank')}"
-        # A layer that vLLM cannot run on a single rank cannot run on more ranks either.
-        fix = FIX_LAYERS if ranks == 1 else f"serve it on another number of GPUs, or {FIX_LAYERS}"
-        yield error(
-            NAME, where, claim="refused", expected=expected, got=reason, fix=fix, tp=(ranks,)
-        )
+            yield with_stars(fused.name), reason
 
 
 def _by_group(view: CheckpointView) -> list[tuple[ConfigGroup, list[FusedLayer]]]:
@@ -159,7 +182,7 @@ def _capabilities(
         expected = f"{_needed(running)}, for {precision(group)} ({group.format})"
         found = error(
             NAME,
-            f"{layers}, sm {_sm_list(refusing)})",
+            f"{layers}, sm {_listed(refusing)})",
             claim="refused",
             expected=expected,
             got="a GPU on which vLLM refuses the scheme",
@@ -179,7 +202,7 @@ def _capabilities(
             alike = [sm for sm in running if support.bits(sm) == bits]
             yield other_precision(
                 NAME,
-                f"{kinds} (sm {_sm_list(alike)})",
+                f"{kinds} (sm {_listed(alike)})",
                 stored=precision(group),
                 runs=f"W{group.weights.num_bits}A{bits}",
                 capabilities=alike,
@@ -213,5 +236,10 @@ def _layers(count: int) -> str:
     return plural(count, "layer")
 
 
-def _sm_list(capabilities: list[int]) -> str:
-    return "/".join(map(str, capabilities))
+def _listed(numbers: Sequence[int]) -> str:
+    return "/".join(map(str, numbers))
+
+
+def _words(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last

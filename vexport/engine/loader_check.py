@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ from vexport.engine.dry.load import (
     is_stretched,
     unused,
 )
+from vexport.engine.same_faults import without_repetitions
 from vexport.engine.session import EngineFault
 from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.errors.extras import attempt, is_installed
@@ -184,7 +186,8 @@ def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> Che
         return _not_loaded(report, outcome)
     not_judged = tuple(each for each in report.not_judged if outcome or each.what != NAMES)
     more = [*outcome, *(unused(load) if not_judged != report.not_judged else ())]
-    findings = (*downgrade_errors(report.findings, load, faulty=bool(outcome)), *more)
+    static = tuple(downgrade_errors(report.findings, load, faulty=bool(outcome)))
+    findings = tuple(chain(*without_repetitions(static, more)))
     not_judged += load.not_judged
     joined = replace(report, ok=is_ok(findings), findings=findings, not_judged=not_judged)
     if load.not_judged:
@@ -206,9 +209,9 @@ def downgrade_errors(
     found an error.
     """
     kinds = {kind for each in load.not_judged for kind in _KINDS if f"({kind})" in each.what}
-    repeated = {each.where for each in load.findings if is_stretched(each)}
+    repeated = {place for each in load.findings if is_stretched(each) for place in each.every_place}
     for finding in findings:
-        doubtful = finding.where in repeated or kinds & {*finding.loader_faults}
+        doubtful = repeated & {*finding.every_place} or kinds & {*finding.loader_faults}
         if _can_be_overruled(finding) and not doubtful and _is_contradicted(finding, load, faulty):
             got = f"{finding.got}; {CONTRADICTION}"
             fix = "ignore this, or compare with the source to be sure (--source)"

@@ -44,6 +44,7 @@ from vexport.records.calibration import (
     Smoothing,
 )
 from vexport.records.findings import (
+    DOTTED_NAME,
     ENGINE_CHECK,
     LOADERS,
     MESSAGE_SEPARATOR,
@@ -69,6 +70,7 @@ from vexport.records.findings import (
     Severity,
     WeightChange,
     device_words,
+    merged,
     without_details,
 )
 from vexport.records.history import HistoryTask, RowEvent, RowHistory, RowKind

@@ -1,6 +1,7 @@
 """Findings, and the reports of a check, a repair, a load in the real engine, and a dry load."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
@@ -33,6 +34,9 @@ class Finding:
     cannot be read. It is None in reports of older versions. `expected` and `fix` may be empty if
     the finding was made from an error without them.
 
+    `places` are all places with the fault, such as the layers, if there are several. `where` then
+    is the first place, or the cause of all of them.
+
     `loader_faults` are the ways in which a dry load can show the fault. It is empty if vLLM's
     loaders cannot find the fault. `tp` and `sm` are the numbers of ranks and the compute
     capabilities that the finding is about, or empty if they do not matter. These three are not part
@@ -46,6 +50,7 @@ class Finding:
     expected: str
     got: str
     fix: str
+    places: tuple[str, ...] = ()
     loader_faults: tuple[LoaderFault, ...] = field(default=(), metadata={"exclude": True})
     tp: tuple[int, ...] = field(default=(), metadata={"exclude": True})
     sm: tuple[int, ...] = field(default=(), metadata={"exclude": True})
@@ -67,6 +72,11 @@ class Finding:
         )
 
     @property
+    def every_place(self) -> tuple[str, ...]:
+        """Places with the fault: `places`, or `where` alone."""
+        return self.places or (self.where,)
+
+    @property
     def brief(self) -> Self:
         """This finding without vLLM's message after the cause."""
         return (
@@ -78,6 +88,35 @@ class Finding:
             f"{VexportError(self.where, got=self.got, need=self.expected, fix=self.fix)} "
             f"[{self.check}]"
         )
+
+
+# Dotted names of three parts and more: modules and tensors. A match starts only at the beginning of
+# a word, so that long words are scanned once.
+DOTTED_NAME = re.compile(r"(?<![\w#])[\w#]+(?:\.[\w#]+){2,}")
+
+
+def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Return the findings, with those that differ only in the layer or tensor as one finding.
+
+    Its `where` is the first place and the number of the others.
+    """
+    alike: dict[tuple[str | None, ...], list[Finding]] = {}
+    for number, finding in enumerate(findings):
+        texts = (finding.expected, finding.got, finding.fix)
+        shapes = (DOTTED_NAME.sub("NAME", text) for text in texts)
+        # A finding that names its places already stands for several.
+        alone = str(number) if finding.places else None
+        key = (alone, finding.check, finding.claim, finding.severity, *shapes)
+        alike.setdefault(key, []).append(finding)
+    return tuple(map(_as_one, alike.values()))
+
+
+def _as_one(alike: Sequence[Finding]) -> Finding:
+    first, places = alike[0], tuple(dict.fromkeys(each.where for each in alike))
+    if len(places) < 2:
+        return first
+    where = f"{first.where} and {len(places) - 1:,} more"
+    return replace(first, where=where, places=places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Family = Callable[[CheckpointView, "ComparedSource | None"], Changes]
 OnProgress = Callable[[str, int, int], None]
 # Families that repair only config.json and need no torch. `families.FAMILIES` lists all families.
-CONFIG_ONLY: Sequence[Family] = (config.keys, config.targets)
+CONFIG_ONLY: Sequence[Family] = (config.keys, config.words, config.targets)
 
 
 def repair_checkpoint(

@@ -5,12 +5,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
+from vexport.architectures.config import shown
 from vexport.architectures.fusion import FusedLayer, is_head, moe_layer
 from vexport.architectures.ignore import ignored
 from vexport.checkpoint.index import COMPRESSION_CONFIG, QUANTIZATION_CONFIG, TEXT
 from vexport.checks.vllm.groups import ConfigGroup, fits
 from vexport.checks.vllm.quant_methods import COMPRESSED_TENSORS
 from vexport.checks.vllm.view import CheckpointView
+from vexport.checks.vllm.wrong_words import wrong_words
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.config import targets_of
 from vexport.records import Json, Repair
@@ -25,6 +27,7 @@ KNOWN_ARGUMENTS = frozenset(field.name for field in fields(QuantArgs))
 # has no sparse weights.
 SPARSE_PARAMETERS = ("compressed", "bitmask", "row_offsets", "meta")
 MOST_NAMES = 4
+OTHER_WORDS_ARE_RIGHT = "the other arguments of the config group describe the stored codes"
 KEYS_HAVE_NO_EFFECT = "the removed keys have no effect on how the tensors are read"
 
 
@@ -100,6 +103,30 @@ def _sparsity(quantization: dict[str, Json], place: str, view: CheckpointView) -
 
 def _key_repair(where: str, got: str, now: str) -> Repair:
     return Repair(family="config", where=where, got=got, now=now, cost=LOSSLESS)
+
+
+def words(view: CheckpointView, source: "ComparedSource | None") -> Changes:
+    """Correct the word of a config group that disagrees with the tensors of all its layers."""
+    config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
+    repairs = []
+    for wrong in wrong_words(view):
+        raw = object_at(config, QUANTIZATION_CONFIG, "config_groups", wrong.group.name)
+        side, _, word = wrong.key.rpartition(".")
+        (object_at(raw, side) if side else raw)[word] = wrong.new
+        place = f"config.json: {QUANTIZATION_CONFIG}.config_groups.{wrong.group.name}.{wrong.key}"
+        cost = f"{LOSSLESS}, because the tensors allow no other value"
+        assumption = None if source is not None else OTHER_WORDS_ARE_RIGHT
+        repairs.append(
+            Repair(
+                family="config",
+                where=place,
+                got=shown(wrong.old),
+                now=shown(wrong.new),
+                cost=cost,
+                assumption=assumption,
+            )
+        )
+    return Changes(config=config, repairs=tuple(repairs)) if repairs else Changes()
 
 
 def targets(view: CheckpointView, source: "ComparedSource | None") -> Changes:

@@ -234,6 +234,7 @@ def _in_source(
 FAMILIES: Sequence[Family] = (
     config.keys,
     arguments,
+    config.words,
     config.targets,
     reciprocals,
     unequal_weights,

@@ -10,7 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vexport.records import CheckReport, DryLoadReport, Finding, LoadReport, VariantOutcome
+from vexport.records import (
+    DOTTED_NAME,
+    CheckReport,
+    DryLoadReport,
+    Finding,
+    LoadReport,
+    VariantOutcome,
+)
 from vexport.records.gates import (
     NOT_RUN,
     SEVERITIES,
@@ -38,9 +45,6 @@ if TYPE_CHECKING:
     from vexport.reports.run_record import Report
 
 _NUMBER = re.compile(r"\d+")
-# Dotted names of three parts and more: modules and tensors. A match starts only at the beginning of
-# a word, so that long words are scanned once.
-_NAME = re.compile(r"(?<![\w#])[\w#]+(?:\.[\w#]+){2,}")
 _INDEX = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=[.\s]|$)")
 _MAX_RANGES = 4
 _MAX_NAMES = 4
@@ -114,18 +118,30 @@ def kinds(findings: Iterable[Finding]) -> tuple[FindingKind, ...]:
     alike: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         shapes = (
-            _NAME.sub("NAME", _NUMBER.sub("#", text))
+            DOTTED_NAME.sub("NAME", _NUMBER.sub("#", text))
             for text in (finding.got, finding.expected, finding.fix)
         )
         alike.setdefault((finding.check, finding.severity, *shapes), []).append(finding)
     return tuple(
         FindingKind(
             first=same[0],
-            places=folded_places([finding.where for finding in same]),
-            count=len(same),
+            places=_places(same),
+            count=sum(len(finding.every_place) if _is_merged(finding) else 1 for finding in same),
         )
         for same in alike.values()
     )
+
+
+def _is_merged(finding: Finding) -> bool:
+    """Return True if `where` is only the first place, and not the cause of all places."""
+    return bool(finding.places) and finding.where.startswith(finding.places[0])
+
+
+def _places(findings: Sequence[Finding]) -> str:
+    """Return the places of the findings as one text, or their causes."""
+    causes = [finding.where for finding in findings if not _is_merged(finding)]
+    merged = [place for each in findings if _is_merged(each) for place in each.places]
+    return folded_places([*causes, *merged])
 
 
 def _is_cause(finding: Finding) -> bool:

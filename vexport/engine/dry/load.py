@@ -277,25 +277,35 @@ def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Fin
             expected="a checkpoint that vLLM loads",
             got=reason,
             fix=_FIX_REFUSAL if outcome == "refused" else "load it on a GPU",
+            tp=tuple(dict.fromkeys(cell.tp for cell in cells)),
+            sm=tuple(dict.fromkeys(cell.sm for cell in cells)),
         )
 
 
 def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
-    """Yield a finding for each kind of fault in each tensor, with the cells that have the fault."""
-    faults: dict[tuple[str, MiscopyKind], tuple[Miscopy, list[Cell]]] = {}
+    """Yield a finding for each kind of fault in each tensor, with the cells that have the fault.
+
+    Tensors with the same fault in the same cells share a finding.
+    """
+    cells_of: dict[tuple[str, MiscopyKind], tuple[Miscopy, list[Cell]]] = {}
     for result in results:
         for fault in result.faults:
-            faults.setdefault((fault.where, fault.kind), (fault, []))[1].append(result.cell)
-    for fault, cells in faults.values():
+            cells_of.setdefault((fault.where, fault.kind), (fault, []))[1].append(result.cell)
+    alike = defaultdict[tuple[MiscopyKind, str, str, tuple[Cell, ...]], list[Miscopy]](list)
+    for fault, tried in cells_of.values():
+        alike[fault.kind, fault.expected, fault.got, tuple(tried)].append(fault)
+    for (*_, cells), (fault, *others) in alike.items():
         severity, expected, fix = _FAULT_TEXTS[fault.kind]
+        more = f" and {len(others):,} more" if others else ""
         yield Finding(
             check=CHECK,
             claim=None if fault.kind == "unused" else "values",
             severity=severity,
-            where=_in_cells(fault.where, cells, results),
+            where=_in_cells(f"{fault.where}{more}", cells, results),
             expected=expected.format(fault.expected),
             got=fault.got,
             fix=fix,
+            places=(fault.where, *(each.where for each in others)) if others else (),
         )
 
 

@@ -246,7 +246,7 @@ def _findings(part: doc.FindingList, width: int) -> Iterator[RenderableType]:
     findings = [finding for _, finding in part.findings]
     if part.every:
         for finding in findings:
-            yield _finding(finding, width)
+            yield _finding(finding, width, every=True)
         return
     folded = fold(findings)
     for kind in folded[:MAX_FINDINGS]:
@@ -279,9 +279,10 @@ def _kind(kind: FindingKind, width: int) -> Iterator[RenderableType]:
     yield Group(_wrapped(note, width), _aligned(rows, width, indent=2))
 
 
-def _finding(finding: Finding, width: int) -> RenderableType:
+def _finding(finding: Finding, width: int, *, every: bool = False) -> RenderableType:
     head = _wrapped(f"{finding.where}  ", width, f"{finding.severity}  ", f"[{finding.check}]")
     # If nothing is expected, `got` is a whole sentence and gets no label.
     label = "got" if finding.expected else ""
     rows = [(label, finding.got), ("need", finding.expected), ("do", finding.fix)]
+    rows += [("at", ", ".join(finding.places))] if every else []
     return Group(head, _aligned([row for row in rows if row[1]], width, indent=2))
