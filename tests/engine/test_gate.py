@@ -292,9 +292,16 @@ def loaded(
         # The loaders decide about refusals, but about no numbers.
         (finding("refused"), loaded(), True, ["warning"], []),
         (finding("values"), loaded(), False, ["error"], []),
-        # A refusal by the loaders is added to the check's findings.
+        # The same refusal is shown once. A refusal that the check does not find is added.
         (
             finding("refused"),
+            loaded(finding("refused"), status="faulty"),
+            False,
+            ["error"],
+            [NAMES],
+        ),
+        (
+            finding("values"),
             loaded(finding("refused"), status="faulty"),
             False,
             ["error", "error"],

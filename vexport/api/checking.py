@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from vexport.errors.extras import attempt, require_extra
 from vexport.files import user_path
 from vexport.formats.gpus import Names, cards, parse_capabilities, parse_sizes, with_cards
 from vexport.outputs.digests import named_digests, require_list
-from vexport.records import CheckReport, OnProgress, silent
+from vexport.records import CheckReport, OnProgress, merged, silent
 from vexport.version import Version, parse_version
 
 
@@ -141,7 +141,7 @@ def check_checkpoints(
         )
     for error in problems.values():
         on_problem(error)
-    return reports
+    return [replace(report, findings=merged(report.findings)) for report in reports]
 
 
 def _errors(outcomes: Mapping[str, object]) -> dict[str, VexportError]:

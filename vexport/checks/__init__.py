@@ -36,7 +36,7 @@ from vexport.checks.vllm.view import ANY, CheckFunction, CheckpointView, Target
 from vexport.checks.vllm.wrong_words import with_causes
 from vexport.errors import InputError, InputErrors, VexportError, convert_os_error
 from vexport.errors.extras import unexpected_error
-from vexport.records import CheckReport, Finding, NotJudged, merged
+from vexport.records import CheckReport, Finding, NotJudged
 from vexport.records.values import plural
 from vexport.version import PINNED, short_version
 
@@ -141,7 +141,7 @@ def check_checkpoint(
             view = CheckpointView(index, reader, target, digests)
             vllm = view.model.target_version
             # Several families may report the same unreadable file.
-            findings = merged(dict.fromkeys(all_findings(view, against)))
+            findings = tuple(dict.fromkeys(all_findings(view, against)))
             not_judged = (*parts_not_judged(view), *_values_not_judged(view, against, findings))
             if against is not None:
                 of_source = header_findings(against.root, target, SOURCE_FAMILIES)

@@ -71,14 +71,17 @@ def _ct_scheme(weights: str, inputs: str | None) -> QuantizationScheme:
 
 @contextmanager
 def ignore_group_warning() -> Iterator[None]:
-    """Silence compressed-tensors' warning that inputs and weights have different groups.
+    """Silence compressed-tensors' warnings about configs that other checks judge.
 
-    From 0.20 on, compressed-tensors does not warn if weights and inputs have different bits, as in
-    some of its presets.
+    They are about inputs and weights with different groups, and about an observer of dynamic
+    inputs. From 0.20 on, compressed-tensors does not warn if weights and inputs have different
+    bits, as in some of its presets.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings(
-            "ignore", message="Using GROUP strategy for both", category=UserWarning
+            "ignore",
+            message="Using GROUP strategy for both|No observer is used for dynamic",
+            category=UserWarning,
         )
         yield
 

@@ -23,7 +23,7 @@ from vexport.errors import InputError
 from vexport.errors.extras import MissingPackage, is_installed, require_extra
 from vexport.outputs.replaceable import NamedPath, refuse_existing, require_separate
 from vexport.outputs.resumable import new_directory, working_folder
-from vexport.records import Finding, Repair, RepairReport
+from vexport.records import Finding, Repair, RepairReport, merged
 from vexport.repair import config
 from vexport.repair.write import Changes, apply, write_repaired
 
@@ -162,6 +162,7 @@ def _report(
     repairs: tuple[Repair, ...],
     findings: Sequence[Finding],
 ) -> RepairReport:
+    findings = merged(findings)
     refusals = tuple(finding for finding in findings if finding.severity == "error")
     return RepairReport(
         checkpoint=str(checkpoint),

@@ -133,13 +133,17 @@ def with_causes(view: CheckpointView, findings: Sequence[Finding]) -> list[Findi
             each
             for each in kept
             if each.severity != "info"
-            and (each.where == place or inside & {each.where, each.where.rpartition(".")[0]})
+            and (_is_on_group(each, place) or inside & {each.where, each.where.rpartition(".")[0]})
         ]
         if any(each.severity == "error" for each in follow):
             first = kept.index(follow[0])
             kept = [each for each in kept if each not in follow]
             kept.insert(first, _finding(wrong, place, follow))
     return kept
+
+
+def _is_on_group(finding: Finding, place: str) -> bool:
+    return finding.check == NAME and finding.where == place
 
 
 def _finding(wrong: WrongWord, place: str, follow: Sequence[Finding]) -> Finding:

@@ -25,6 +25,11 @@ _SHARED_MEMORY_BYTES = 227 * 2**10
 _DEVICES = 1024
 
 
+def is_cuda_build() -> bool:
+    """Return True if torch, and so vLLM, was built for CUDA."""
+    return torch.version.cuda is not None
+
+
 def fake_cuda() -> None:
     """Set vLLM's platform to a CUDA device without a driver.
 

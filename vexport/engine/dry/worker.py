@@ -96,10 +96,9 @@ def _results_of(request: DryRequest) -> DryResult:
     results = [[_merge_attempts(ranks) for ranks in cells] for cells in tries]
     if request.controlled:
         results = _with_controls(request, results)
-    import torch
+    from vexport.engine.dry.fake_platform import is_cuda_build
 
-    cuda = torch.version.cuda is not None
-    return DryResult(vllm=version, cuda=cuda, checkpoints=tuple(map(tuple, results)))
+    return DryResult(vllm=version, cuda=is_cuda_build(), checkpoints=tuple(map(tuple, results)))
 
 
 def _ranks(attempt: DryTry) -> list[DryTry]:

@@ -284,5 +284,5 @@ def _finding(finding: Finding, width: int, *, every: bool = False) -> Renderable
     # If nothing is expected, `got` is a whole sentence and gets no label.
     label = "got" if finding.expected else ""
     rows = [(label, finding.got), ("need", finding.expected), ("do", finding.fix)]
-    rows += [("at", ", ".join(finding.places))] if every else []
+    rows += [("at", place) for place in finding.places] if every else []
     return Group(head, _aligned([row for row in rows if row[1]], width, indent=2))

@@ -30,6 +30,7 @@ from vexport.records import (
     GroupSensitivities,
     LayerErrors,
     MixedScheme,
+    merged,
 )
 from vexport.records.calibration import NO_CALIBRATION
 from vexport.run.directory import (
@@ -255,7 +256,7 @@ def check(run: Run) -> CheckReport:
     of_source = header_findings(source, families=SOURCE_FAMILIES)
     found = shared_as_warnings(report.findings, run.checkpoint, of_source, source)
     lost = changed_tensors(run.index, written, plan)
-    findings = (*found, *lost, *fallback_findings(rounding_of(run.folder)))
+    findings = merged((*found, *lost, *fallback_findings(rounding_of(run.folder))))
     on_layer = partial(run.options.on_progress, "read back (layers)")
     layers = LayerErrors(layers=layer_errors(run.index, written, plan, on_layer=on_layer))
     write_text(run.folder / LAYERS, to_json(layers))
