@@ -153,7 +153,7 @@ REPORTED: Mapping[str, Reported] = {
         "model.language_model.model",
     ),
     "vllm-project/llm-compressor/issues/2255": Reported(
-        ASYMMETRIC, SYMMETRIC, "completeness", "weight_zero_point"
+        ASYMMETRIC, SYMMETRIC, "config", "config_groups.group_0.weights.symmetric"
     ),
     "vllm-project/llm-compressor/issues/1652": Reported(LLAMA, MISTRAL, "targets", MERGING_LAYER),
     "vllm-project/llm-compressor/issues/1305": Reported(

@@ -20,7 +20,7 @@ INPUTS = (*GROUP, "input_activations")
         ("W8A8", ARGUMENTS, "type", "float"),
         ("FP8_DYNAMIC", ARGUMENTS, "strategy", "tensor"),
         ("NVFP4A16", ARGUMENTS, "group_size", 32),
-        ("W4A16", ARGUMENTS, "symmetric", False),
+        ("W4A16_ASYM", ARGUMENTS, "symmetric", True),
         ("W4A16", GROUP, "format", "int-quantized"),
         ("FP8", INPUTS, "dynamic", True),
     ],
@@ -56,6 +56,13 @@ def test_tensors_that_no_word_explains_share_findings(good: Good, tmp_path: Path
     assert finding["check"] == "completeness"
     assert len(finding["places"]) == 21
     assert finding["where"] == f"{finding['places'][0]} and 20 more"
+
+
+def test_lost_tensors_are_not_blamed_on_config(good: Good, tmp_path: Path) -> None:
+    """The config may be right, and the zero points lost."""
+    broken = spoiled(good("W4A16"), tmp_path / "broken", config(ARGUMENTS, symmetric=False))
+    found = check_checkpoint(str(broken)).findings
+    assert {each.check for each in found if each.severity == "error"} == {"completeness"}
 
 
 def test_ranks_share_finding(good: Good) -> None:

@@ -182,7 +182,7 @@ REFUSED = [
             config(QUANTIZATION, kv_cache_scheme=KV_SCHEME),
             add("model.layers.0.self_attn.k_scale", torch.ones(1)),
         ),
-        "model.layers.1.self_attn.k_scale",
+        "model.layers.1.self_attn",
     ),
     ("NVFP4", put(f"{DOWN}.weight_scale", set_first(float("nan"))), f"{DOWN}.weight_scale"),
     ("NVFP4", put(f"{DOWN}.weight_global_scale", fill_with(1e-39)), f"{DOWN}.weight_global_scale"),

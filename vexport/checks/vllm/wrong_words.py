@@ -41,14 +41,15 @@ class WrongWord:
 def wrong_words(view: CheckpointView) -> Iterator[WrongWord]:
     """Yield the wrong word of each config group that has one.
 
-    A word is wrong if no layer of the group fits the config, and if exactly one other value of
-    exactly one word makes vLLM run the group and fits all its layers. If several values do, only
-    the values that vexport writes itself count.
+    A word is wrong if each layer of the group stores a tensor that the config does not allow, and
+    if exactly one other value of exactly one word makes vLLM run the group and fits all its layers.
+    If several values do, only the values that vexport writes itself count. A missing tensor is no
+    evidence against a word, because the tensor may be lost. Other methods have other words.
     """
-    for group in view.quantization.config_groups:
+    for group in view.quantization.config_groups if view.quantization.method is None else ():
         stored = (layer for layer in view.layers.by_name.values() if layer.is_quantized)
         layers = tuple(layer for layer in stored if layer.group is group)
-        if not layers or any(_agrees(view, group, layer) for layer in layers):
+        if not layers or any(_allows(view, group, layer) for layer in layers):
             continue
         right = [
             (key, new, other)
@@ -102,7 +103,14 @@ def _word(group: ConfigGroup, key: str) -> Json:
 
 
 def _agrees(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> bool:
-    """Return True if a layer has exactly the tensors that a group implies, apart from a bias.
+    """Return True if a layer has exactly the tensors that a group implies, apart from a bias."""
+    shape = view.layers.shape_of(replace(layer, group=group))
+    needed = set() if shape is None else {*group.parameters(shape)} - group.storage.unread
+    return bool(needed) and needed <= layer.parameters.keys() and _allows(view, group, layer)
+
+
+def _allows(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> bool:
+    """Return True if a group implies each stored tensor of a layer. Others may be missing.
 
     The layer's size comes from config.json, or from its tensors if config.json has no size. A
     stored `weight_shape` must have this size as well.
@@ -110,7 +118,7 @@ def _agrees(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> boo
     stored = layer.parameters.keys() - {"bias"} - group.storage.unread
     shape = view.layers.shape_of(replace(layer, group=group))
     expected = {} if shape is None else group.parameters(shape)
-    if not expected or expected.keys() - group.storage.unread != stored:
+    if not stored <= expected.keys():
         return False
     if not all(
         layer.parameters[name].dtype in form.dtypes
