@@ -12,6 +12,7 @@ from unittest.mock import patch
 import click
 
 from vexport.cli.entry import cli, run_command
+from vexport.engine.loader_check import CONTRADICTION
 
 ROOT = Path(__file__).parent.parent
 ALL_COMMANDS: dict[str, click.Command] = {
@@ -35,7 +36,8 @@ class Ran:
 def vexport(*arguments: object) -> Ran:
     """Run a command, and return its exit code and output.
 
-    The command's log handler is removed, because it would print the log of later tests.
+    Fails if vLLM's loaders contradict an error of the static check. The command's log handler is
+    removed, because it would print the log of later tests.
     """
     out, err = io.StringIO(), io.StringIO()
     logger = logging.getLogger("vexport")
@@ -47,6 +49,8 @@ def vexport(*arguments: object) -> Ran:
     ):
         code = run_command()
     logger.handlers = handlers
+    # A rule that calls refused what vLLM's loaders load is wrong.
+    assert CONTRADICTION not in out.getvalue()
     return Ran(code=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
