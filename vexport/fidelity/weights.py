@@ -15,10 +15,12 @@ from torch.nn.functional import normalize
 
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
+from vexport.fidelity.columns import ColumnSums
 from vexport.fidelity.dequantize import as_loaded, weight_of
 from vexport.fidelity.source import Pieces
 from vexport.formats.arguments import QuantArgs
-from vexport.formats.dequantize import row_chunks, rows_of
+from vexport.formats.dequantize import row_chunks, rows_of, unpack_int32
+from vexport.numerics import E8M0_BIAS
 from vexport.numerics.metrics import EXACT_DB, sqnr_db
 from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.qparams import fake_quantize
@@ -98,7 +100,7 @@ class WeightComparison:
     weight. `spread` is the standard deviation of the parts' gains, and `plain_spread` is their
     standard deviation with plain rounding. `shift` is the share of the error that shifts whole
     parts. `parts` is the number of parts, and `wrong_parts` the number of parts with a wrong scale
-    or unrelated values.
+    or unrelated values. `columns` describes the wrong columns (`ColumnSums.faults`).
     """
 
     snr_db: float
@@ -110,6 +112,7 @@ class WeightComparison:
     parts: int
     wrong_parts: int
     first_wrong_row: int
+    columns: tuple[str, ...]
 
     @property
     def is_doubtful(self) -> bool:
@@ -132,6 +135,11 @@ class WeightComparison:
     @property
     def faults(self) -> tuple[str, ...]:
         """Differences that rounding cannot explain, as noun phrases for a message."""
+        return (*self.part_faults, *self.columns)
+
+    @property
+    def part_faults(self) -> tuple[str, ...]:
+        """Faults of the whole weight and of its parts."""
         noise = 10 ** (-self.snr_db / 10)
         below = self.rounding_db - self.snr_db
         # The error that remains after correcting the scale: a refit leaves more than rounding.
@@ -176,7 +184,7 @@ def compare_weight(
     weight = _StoredWeight(group, stored, shape)
     try:
         comparison = weight.compared(pieces)
-        if comparison.faults and shape[0] >= MIN_ROWS_FOR_FACTORS:
+        if comparison.part_faults and shape[0] >= MIN_ROWS_FOR_FACTORS:
             comparison = _without_column_factors(comparison, weight, pieces)
     except ValueError:  # arguments or shapes that compressed-tensors refuses
         return None
@@ -189,7 +197,8 @@ def _without_column_factors(
 ) -> WeightComparison:
     """Compare again with the column factors of a refit removed.
 
-    Returns the new comparison if it has no faults, otherwise the first comparison.
+    Returns the new comparison if its parts have no faults, otherwise the first comparison. The
+    faults of columns stay.
 
     A refit scales each column, equally in all rows, to correct how the preceding quantized layers
     changed its input. A single column of large weights then changes the gains of all parts that
@@ -209,7 +218,7 @@ def _without_column_factors(
         plain_spread=refitted.plain_spread,
         wrong_parts=refitted.wrong_parts,
     )
-    return comparison if refitted.has_uneven_scales or explained.faults else explained
+    return comparison if refitted.has_uneven_scales or explained.part_faults else explained
 
 
 class _StoredWeight:
@@ -226,10 +235,21 @@ class _StoredWeight:
 
         Raises ValueError if compressed-tensors refuses the tensors.
         """
-        nearest = _Nearest(self.args, pieces)
+        nearest = _Nearest.from_ranges(self.args, pieces)
+        columns = ColumnSums([len(piece) for piece in pieces], self._shape[1])
         parts = [
-            _compare(source, weight, nearest, rows) for rows, source, weight in self._chunks(pieces)
+            _compare(source, weight, nearest, rows, columns)
+            for rows, source, weight in self._chunks(pieces)
         ]
+
+        def rounding_on_grid() -> torch.Tensor:
+            grid, power = (
+                _Nearest.from_stored(self.args, self._stored, self._shape[0]),
+                columns.zeros(),
+            )
+            for rows, source in self._sources(pieces):
+                columns.add(power, (grid.of(source, rows) - source).square(), rows)
+            return power
 
         def errors_of(rows: torch.Tensor) -> torch.Tensor:
             errors = []
@@ -238,7 +258,8 @@ class _StoredWeight:
                 errors.append(weight[chosen].to(torch.float32) - source[chosen])
             return torch.cat(errors)
 
-        return _judged(parts, errors_of, self._shape[1])
+        faults = columns.faults(rounding_on_grid)
+        return replace(_judged(parts, errors_of, self._shape[1]), columns=faults)
 
     def column_factors(self, pieces: Pieces) -> torch.Tensor:
         """Return the ratio of each stored column to the source's column: float32 (in,)."""
@@ -251,28 +272,55 @@ class _StoredWeight:
 
     def _chunks(self, pieces: Pieces) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield rows, the source's weight for these rows, and the stored weight."""
-        for rows in row_chunks(*self._shape):
+        for rows, source in self._sources(pieces):
             stored = rows_of(self._stored, self.args, rows)
-            yield rows, _rows(pieces, rows), weight_of(self._group, stored)
+            yield rows, source, weight_of(self._group, stored)
+
+    def _sources(self, pieces: Pieces) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield rows, and the source's weight for these rows."""
+        for rows in row_chunks(*self._shape):
+            yield rows, _rows(pieces, rows)
 
 
 def nearest_weight(args: QuantArgs, weight: torch.Tensor) -> torch.Tensor:
     """Round a weight (out, in) to nearest with scales from its ranges, and return it in float32."""
-    nearest = _Nearest(replace(args, observer_kwargs={}, observer=None), (weight,))
+    plain = replace(args, observer_kwargs={}, observer=None)
+    nearest = _Nearest.from_ranges(plain, (weight,))
     return nearest.of(weight.to(torch.float32), slice(0, len(weight)))
 
 
 class _Nearest:
-    """Rounds a source's weight to nearest with scales from its ranges."""
+    """Rounds a weight to nearest with given scales and zero points."""
 
-    def __init__(self, args: QuantArgs, pieces: Pieces) -> None:
+    def __init__(self, args: QuantArgs, scale: torch.Tensor, zero_point: torch.Tensor) -> None:
         self.args = args
+        self._scale, self._zero_point = scale, zero_point
+
+    @classmethod
+    def from_ranges(cls, args: QuantArgs, pieces: Pieces) -> "_Nearest":
+        """Choose scales from the ranges of a source's weight."""
         observer = MemorylessMinMaxObserver("weight", args)
         observer.forward(pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces)))
         qparams = observer.get_qparams()
         scale, global_scale = qparams["scale"], qparams["global_scale"]
-        self._scale = scale if global_scale is None else scale / global_scale
-        self._zero_point = qparams["zero_point"].to(torch.float32)
+        scale = scale if global_scale is None else scale / global_scale
+        return cls(args, scale, qparams["zero_point"].to(torch.float32))
+
+    @classmethod
+    def from_stored(
+        cls, args: QuantArgs, stored: Mapping[str, torch.Tensor], rows: int
+    ) -> "_Nearest":
+        """Take the scales and zero points of a stored weight with this number of rows."""
+        scale = stored["weight_scale"]
+        if scale.dtype == torch.uint8:  # exponents (e8m0)
+            scale = torch.exp2(scale.to(torch.float32) - E8M0_BIAS)
+        scale = scale.to(torch.float32) / stored.get("weight_global_scale", 1.0)
+        zero_point = torch.zeros(1)
+        if not args.symmetric:
+            packed = stored["weight_zero_point"].T
+            codes = unpack_int32(packed, args.num_bits, rows).T
+            zero_point = (codes - (1 << (args.num_bits - 1))).to(torch.float32)
+        return cls(args, scale, zero_point)
 
     def of(self, weight: torch.Tensor, rows: slice) -> torch.Tensor:
         """Return the rounded weight of some rows, float32."""
@@ -307,9 +355,15 @@ def _rows(pieces: Pieces, rows: slice) -> torch.Tensor:
 
 
 def _compare(
-    source: torch.Tensor, stored: torch.Tensor, nearest: _Nearest, rows: slice
+    source: torch.Tensor,
+    stored: torch.Tensor,
+    nearest: _Nearest,
+    rows: slice,
+    columns: ColumnSums,
 ) -> torch.Tensor:
     """Return six values for each part of some rows: (6, rows, parts per row).
+
+    The sums of each column are added to `columns`.
 
     They are, in this order:
 
@@ -320,14 +374,28 @@ def _compare(
     - the inner product of the source's weight with the stored weight
     - the inner product of the source's weight with the plainly rounded weight
     """
-    parts = (len(source), -1, _part_width(nearest.args, source.shape[1]))
-    exact = source.reshape(parts)
-    off = (stored.to(torch.float32) - source).reshape(parts)
-    plain = (nearest.of(source, rows) - source).reshape(parts)
-    signal, noise, rounding = (values.square().sum(dim=2) for values in (exact, off, plain))
-    shift = off.mean(dim=2).square() * off.shape[2] / noise.clamp_min(TINY)
-    products = ((exact * (exact + values)).sum(dim=2) for values in (off, plain))
-    return torch.stack((signal, noise, rounding, shift, *products))
+    width = _part_width(nearest.args, source.shape[1])
+
+    def of_parts(values: torch.Tensor) -> torch.Tensor:
+        return values.reshape(len(values), -1, width).sum(dim=2)
+
+    stored = stored.to(torch.float32)
+    off = stored - source
+    plain = nearest.of(source, rows)
+    plain_product = of_parts(buffer := source * plain)
+    plain -= source
+    rounding = of_parts(roundings := plain.square_())
+    noise = of_parts(errors := torch.square(off, out=buffer))
+    columns.weigh(rows, noise.sum(dim=1), rounding.sum(dim=1))
+    columns.add(columns.rounding, roundings, rows)
+    columns.add(columns.error, errors, rows)
+    product = of_parts(products := torch.mul(source, stored, out=buffer))
+    columns.add(columns.product, products, rows)
+    signal = of_parts(powers := torch.square(source, out=buffer))
+    columns.add(columns.source, powers, rows)
+    mean = off.reshape(len(off), -1, width).mean(dim=2)
+    shift = mean.square() * width / noise.clamp_min(TINY)
+    return torch.stack((signal, noise, rounding, shift, product, plain_product))
 
 
 def _part_width(args: QuantArgs, columns: int) -> int:
@@ -365,6 +433,7 @@ def _judged(parts: Sequence[torch.Tensor], errors_of: ErrorsOf, columns: int) ->
         parts=wrong.numel(),
         wrong_parts=int(wrong.sum()),
         first_wrong_row=int(rows[0]) if rows.numel() else 0,
+        columns=(),
     )
 
 
