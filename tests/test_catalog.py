@@ -40,7 +40,7 @@ SHARED = {
         "registration",
         "search",
     },
-    "checks": {"numbers", "shared"},
+    "checks": {"numbers"},
 }
 
 

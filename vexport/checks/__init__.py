@@ -31,12 +31,12 @@ from vexport.checks import (
 from vexport.checks.completeness import tensors_not_judged
 from vexport.checks.config import has_quantized_outputs, unsupported_method
 from vexport.checks.model import class_not_judged
-from vexport.checks.shared import shared_as_warnings
 from vexport.checks.vllm.view import ANY, CheckFunction, CheckpointView, Target
 from vexport.checks.vllm.wrong_words import with_causes
 from vexport.errors import InputError, InputErrors, VexportError, convert_os_error
 from vexport.errors.extras import unexpected_error
 from vexport.records import CheckReport, Finding, NotJudged
+from vexport.records.shared_faults import shared_as_warnings
 from vexport.records.values import plural
 from vexport.version import PINNED, short_version
 

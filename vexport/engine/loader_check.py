@@ -22,7 +22,6 @@ from vexport.checkpoint.index import (
 )
 from vexport.checkpoint.source import resolve_source
 from vexport.checks import INTERNAL, NAMES, header_findings, is_ok
-from vexport.checks.shared import shared_as_warnings, shared_errors
 from vexport.checks.vllm.view import Target
 from vexport.engine.arguments import require_layers
 from vexport.engine.dry.controls import is_shared_refusal
@@ -49,6 +48,7 @@ from vexport.records import (
     OnProgress,
     without_details,
 )
+from vexport.records.shared_faults import shared_as_warnings, shared_errors
 from vexport.records.values import plural
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ models that need no weights:
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
-from vexport.checks.shared import cause, cause_anywhere, unquantized_names
 from vexport.engine.messages import CellResult, Control, ControlKind, Miscopy
 from vexport.records import NotJudged
+from vexport.records.shared_faults import cause, cause_anywhere, unquantized_names
 
 # Kinds of faults that are errors. An unused tensor is a warning.
 _ERRORS = ("missing", "cast", "narrowed")

@@ -11,7 +11,6 @@ from vexport.calibration.model import default_device
 from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
 from vexport.checks import NAMES, SOURCE_FAMILIES, check_checkpoint, header_findings, is_ok
 from vexport.checks.shards import VALUES
-from vexport.checks.shared import shared_as_warnings
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
 from vexport.formats.plan import FusionGroup, Plan
@@ -33,6 +32,7 @@ from vexport.records import (
     merged,
 )
 from vexport.records.calibration import NO_CALIBRATION
+from vexport.records.shared_faults import shared_as_warnings
 from vexport.run.directory import (
     CHECKPOINT,
     LAYERS,

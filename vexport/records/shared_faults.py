@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
-from vexport.records import Finding
+from vexport.records.findings import Finding
 
 # Names of parameters and tensors that quantization changes, in the files and in vLLM.
 _QUANTIZED = re.compile(

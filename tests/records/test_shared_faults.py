@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from vexport.checks.shared import cause, cause_anywhere, shared_as_warnings
 from vexport.records import Claim, Finding, Severity
+from vexport.records.shared_faults import cause, cause_anywhere, shared_as_warnings
 
 OUT, SOURCE = Path("/out"), Path("/models/source")
 NO_PARAMETER = "a tensor for which vLLM has no parameter"
