@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from tests.calibration.models import calibrated, configs, plan_for, samples, save
-from tests.mutations.edits import config, drop, put, set_first, spoiled
+from tests.mutations.edits import config, drop, multiply_by, put, spoiled
 from tests.texts import assert_raises
 from vexport.calibration import calibrate
 from vexport.calibration.capture import capture_layer_calls
@@ -29,9 +29,26 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("layer", ["1.self_attn.v_proj", "2.mlp.down_proj", "0.mlp.up_proj"])
 def test_layer_with_infinite_output_is_named(llama: Path, tmp_path: Path, layer: str) -> None:
     folder = spoiled(
-        llama, tmp_path / "model", put(f"model.layers.{layer}.weight", set_first(torch.inf))
+        llama, tmp_path / "model", put(f"model.layers.{layer}.weight", multiply_by(1e38))
     )
     with assert_raises(CheckpointFailed, f"model.layers.{layer}:", "row 1", "output", "not finite"):
+        calibrated(plan_for(folder), samples())
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        "model.layers.1.self_attn.v_proj.weight",
+        "model.layers.2.post_attention_layernorm.weight",
+        "model.embed_tokens.weight",
+    ],
+)
+def test_weight_that_is_not_finite_is_named(
+    llama: Path, tmp_path: Path, weight: str, value: float
+) -> None:
+    folder = spoiled(llama, tmp_path / "model", put(weight, lambda old: old.fill_(value)))
+    with assert_raises(InputError, f"{weight}:", "NaN or infinite", "restore the source"):
         calibrated(plan_for(folder), samples())
 
 

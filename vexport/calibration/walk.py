@@ -29,7 +29,8 @@ from vexport.calibration.weights import ReadAhead, Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of
-from vexport.errors import CheckpointFailed
+from vexport.errors import CheckpointFailed, VexportError
+from vexport.formats.packing.base import not_finite
 from vexport.records import OnProgress, Smoothing, silent
 
 
@@ -286,13 +287,18 @@ class LayerWalk:
 
     def not_finite_error(
         self, layer: Layer, index: int, run: Callable[[], object], watched: str | None = None
-    ) -> CheckpointFailed:
-        """Return the error that names the first module with a value that is not finite.
+    ) -> VexportError:
+        """Return the error that names the cause of a value that is not finite.
+
+        If a weight is not finite, every row fails, and the error names the weight. Otherwise it
+        names the row, and the first module with such a value.
 
         `run` runs the row at `index` through the layer once more. `watched` is a linear layer whose
         input had such a value. The error names this input if the second run finds only a module
         that contains the linear layer (such as a module of experts), or no module at all.
         """
+        if weight := self._weight_not_finite():
+            return not_finite(weight)
         found = first_not_finite(layer.module, layer.name, run)
         name, side = found or (layer.name, "output")
         name = self.weights.stored_name(name)
@@ -305,6 +311,14 @@ class LayerWalk:
             need="",
             fix="remove the row, or check the weights of this layer and keep it unquantized",
         )
+
+    def _weight_not_finite(self) -> str | None:
+        """Return the stored name of a weight in memory that is not finite, or None."""
+        for name, weight in self.model.named_parameters():
+            if not weight.is_meta and not is_finite(weight):
+                module, _, parameter = name.rpartition(".")
+                return joined(self.weights.stored_name(module), parameter)
+        return None
 
     def _current_states(self, stream: Stream) -> LayerInputs:
         """Return a function that copies the current hidden states of a row to the device."""

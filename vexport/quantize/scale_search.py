@@ -75,7 +75,7 @@ def observe_weight(
         observer.gathered = Importance(importance.to(weight.device), tokens=1)
     observer(weight)
     if not all(bool(torch.isfinite(end)) for end in observer.extremes()):
-        raise not_finite(member)
+        raise not_finite(member.weight)
     return observer
 
 

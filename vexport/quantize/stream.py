@@ -231,7 +231,7 @@ class Stream:
         largest = np.float32(largest_magnitude(kernel_input(view).reshape(-1), storage))
         self.reader.release_view(self.index.tensors[member.weight], view)
         if not np.isfinite(largest):
-            raise not_finite(member)
+            raise not_finite(member.weight)
         return largest
 
     def prefetch(self, member: LinearPlan, rows: slice) -> None:

@@ -90,13 +90,13 @@ def kernel_input(view: Array) -> Bits:
 def require_finite(member: LinearPlan, scales: Array) -> None:
     """Raise InputError if a scale is not finite. The error names the weight of `member`."""
     if not np.isfinite(scales).all():
-        raise not_finite(member)
+        raise not_finite(member.weight)
 
 
-def not_finite(member: LinearPlan) -> InputError:
-    """Return the error for a weight that contains NaN or infinity."""
+def not_finite(weight: str) -> InputError:
+    """Return the error for a weight that contains NaN or infinity. `weight` is its stored name."""
     return InputError(
-        member.weight,
+        weight,
         got="NaN or infinite values",
         need="finite weights",
         fix="restore the source checkpoint",

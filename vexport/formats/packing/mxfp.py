@@ -95,7 +95,7 @@ class MxfpPacking:
         storage = storage_of(rows, self._dtype)
         pack_rows(rows.reshape(-1), storage, self._bits, scales, self._fixed, packed)
         if (scales == E8M0_NAN).any():
-            raise not_finite(self._member)
+            raise not_finite(self._member.weight)
         return packed
 
     def tensor(self, name: str) -> Array:
