@@ -159,7 +159,8 @@ def _finding(wrong: WrongWord, place: str, follow: Sequence[Finding]) -> Finding
     ways = (way for each in errors for way in each.loader_faults)
     # The loaders may only overrule this finding if they decide about all that it stands for.
     decided = all(each.loader_faults for each in errors)
-    example = next((each for each in errors if each.where != place), errors[0])
+    # vLLM's reason to refuse the group is more specific than its effect on a layer.
+    example = next((each for each in errors if each.where == place), errors[0])
     found = error(
         NAME,
         f"{place}.{wrong.key}",
