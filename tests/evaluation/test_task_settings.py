@@ -97,13 +97,13 @@ def test_all_commands_refuse_early(corpus: list[str], tmp_path: Path) -> None:
 
 
 def test_accepted_baseline_refuses_early(tmp_path: Path) -> None:
-    def accepted(metric: str, scores: str) -> dict[str, object]:
+    def accepted(metric: str, score: float, scores: str) -> dict[str, object]:
         return {
             "metric": metric,
             "filter": "none",
             "higher_is_better": True,
             "documents": 4,
-            "score": 0.5,
+            "score": score,
             "scores": {"0-3": scores},
             "questions": {"0-3": "aaabbbcccddd"},
         }
@@ -116,8 +116,8 @@ def test_accepted_baseline_refuses_early(tmp_path: Path) -> None:
         "fingerprint": {},
         "groups": {},
         "tasks": {
-            "facts": accepted("exact_match", "1011"),
-            "addition": accepted("perplexity", "-1.5 -2.5 -0.5 -1.0"),
+            "facts": accepted("exact_match", 0.75, "1011"),
+            "addition": accepted("perplexity", -1.375, "-1.5 -2.5 -0.5 -1.0"),
         },
     }
     file.write_text(json.dumps(content))
