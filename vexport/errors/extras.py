@@ -59,6 +59,7 @@ EXTRAS: Mapping[str, str] = {
     "torch": "quantize",
     "transformers": "quantize",
     "datasets": "data",
+    "pandas": "data",
     "pyarrow": "data",
     "sacrebleu": "eval",
     "lm_eval": "vllm",
