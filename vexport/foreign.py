@@ -20,6 +20,11 @@ from vexport.records.values import json_type
 
 LONGEST_LINE = 1 << 26
 """Most bytes in a line of JSON. Calibration data has the same limit."""
+LARGEST_SCORE = 1e50
+"""Largest absolute value of a score.
+
+A verdict computes third powers of the scores of all documents, and a float ends at 1.8e308.
+"""
 FIX = "restore the file, or evaluate again"
 # Most levels of lists and objects in a row. Python's own limit depends on the caller.
 _MOST_LEVELS = 100
@@ -142,10 +147,10 @@ def require_unique_fields(path: Path) -> None:
 
 
 def number(where: str, name: str, value: object) -> float:
-    """Return a finite number. A truth value is 0 or 1.
+    """Return a score as a float. A truth value is 0 or 1.
 
     Raises:
-        InputError: If the value is no number, is not finite or is beyond a float's range.
+        InputError: If the value is no number, is not finite or is beyond LARGEST_SCORE.
     """
     try:
         found = float(value) if isinstance(value, bool | int | float) else None
@@ -155,6 +160,9 @@ def number(where: str, name: str, value: object) -> float:
         raise InputError(where, got=f"{name} {shown(value, 100)}", need="a number", fix=FIX)
     if not math.isfinite(found):
         raise InputError(where, got=f"{name} {found}", need="a finite number", fix=FIX)
+    if abs(found) > LARGEST_SCORE:
+        need = f"a number from {-LARGEST_SCORE:g} to {LARGEST_SCORE:g}"
+        raise InputError(where, got=f"{name} {found}", need=need, fix=FIX)
     return found
 
 

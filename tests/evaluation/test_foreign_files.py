@@ -38,6 +38,8 @@ def row(number: int, **fields: object) -> dict[str, object]:
         ('{"task": "sums", "id": 2, "score": -1' + "0" * 400 + "}", "score -inf, need a finite"),
         ('{"task": "sums", "id": 2, "score": ' + "7" * 6000 + "}", "score inf, need a finite"),
         ('{"task": "sums", "id": 2, "score": NaN}', "score nan, need a finite"),
+        ('{"task": "sums", "id": 2, "score": -2e51}', "score -2e+51, need a number from -1e+50"),
+        ('{"task": "sums", "id": 2, "score": 1' + "0" * 308 + "}", "score 1e+308, need a number"),
         ('{"task": "sums", "id": ' + "7" * 6000 + ', "score": 1}', "id inf, need a number or"),
         ('{"task": "sums", "id": 2, "seed": 1e400, "score": 1}', "seed inf, need a whole number"),
         ('{"task": "sums", "id": 2, "score": 1, "score": 0}', "'score' twice"),
@@ -52,6 +54,17 @@ def test_unusable_values_name_row_and_field(last: str, words: str, tmp_path: Pat
         read_any_results(file)
     assert str(caught.value).startswith(f"{file}:3: got ")
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("sides", [1, 2])
+def test_largest_scores_are_judged(sides: int, tmp_path: Path) -> None:
+    """All powers and sums of the largest usable scores stay finite."""
+    plain, large = [row(number) for number in range(90)], row(0, score=-foreign.LARGEST_SCORE)
+    files = [
+        json_rows(tmp_path / f"{side}.jsonl", large if side < sides else row(0), *plain[1:])
+        for side in range(2)
+    ]
+    assert decide(*files, margin=None, alpha=0.05).outcome in ("PASS", "INCONCLUSIVE")
 
 
 def test_broken_characters_cost_nothing(tmp_path: Path) -> None:

@@ -136,6 +136,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda folder: edit_sample(folder, 2, exact_match=float("nan")),
         "need finite numbers",
     ),
+    "score with an infinite third power": (
+        lambda folder: edit_sample(folder, 2, exact_match=3e102),
+        "need finite numbers up to 1e+50",
+    ),
     "opposite direction": (
         rewrite(lambda content: content.update(higher_is_better={"sums": {"exact_match": False}})),
         "the same direction of the metric",

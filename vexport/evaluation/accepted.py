@@ -34,7 +34,7 @@ from vexport.evaluation.settings import (
     without_model,
 )
 from vexport.files import digest_file, from_json, read_json_object, to_json, write_text
-from vexport.foreign import require_unique_fields, span, stated_number
+from vexport.foreign import LARGEST_SCORE, require_unique_fields, span, stated_number
 from vexport.inference.fingerprint import Fingerprint
 from vexport.inference.questions import DIGEST_LENGTH, QuestionDigests, question_digest
 from vexport.records import AcceptedBaseline
@@ -341,7 +341,7 @@ def stored_scores(task: AcceptedTask) -> dict[int, tuple[float, str]]:
         scores = [float(score) for score in (text if set(text) <= {"0", "1"} else text.split(" "))]
         digests = task.questions.get(where, "")
         if not len(documents) == len(scores) == len(digests) / DIGEST_LENGTH or not all(
-            map(math.isfinite, scores)
+            abs(score) <= LARGEST_SCORE for score in scores
         ):
             raise ValueError(f"{where}: {text[:60]}")
         for index, (document, score) in enumerate(zip(documents, scores, strict=True)):

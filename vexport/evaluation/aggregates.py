@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from vexport.errors.extras import is_installed
 from vexport.evaluation.statistics import Scores
+from vexport.foreign import LARGEST_SCORE
 from vexport.records import Json
 from vexport.records.accuracy import Unit
 
@@ -176,18 +177,17 @@ def _weighted(baseline: Sequence[Json], candidate: Sequence[Json]) -> tuple[Scor
 def _column(values: Sequence[Json], index: int) -> Scores:
     """Return a number for each value: the value itself, or its element `index` if it is a list.
 
-    Raises NotReadable if a number is missing or not finite.
+    Raises NotReadable if a number is missing, not finite or beyond LARGEST_SCORE.
     """
     column = []
     for value in values:
         member = value[index] if isinstance(value, list) else value
         if isinstance(member, bool) or not isinstance(member, int | float):
             raise NotReadable(f"{member!r} is not a number")
+        if not abs(member) <= LARGEST_SCORE:
+            raise NotReadable("a value is not finite or too large")
         column.append(float(member))
-    numbers = np.array(column, dtype=np.float64)
-    if not np.isfinite(numbers).all():
-        raise NotReadable("a value is not finite")
-    return numbers
+    return np.array(column, dtype=np.float64)
 
 
 def _brier(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Table:

@@ -24,6 +24,7 @@ from vexport.evaluation.metrics import WHOLE_CORPUS, is_no_share
 from vexport.evaluation.results import Results, Sample, TaskSamples
 from vexport.evaluation.settings import changed_settings
 from vexport.evaluation.statistics import MIN_CLUSTERS, Clusters, Scores
+from vexport.foreign import LARGEST_SCORE
 from vexport.inference.questions import HASHES
 from vexport.records.accuracy import Unit
 from vexport.records.chosen_metric import direction_name, parse_chosen_metric
@@ -640,7 +641,8 @@ def _pair(
         np.array([pair[side].scores[metric] for pair in pairs], dtype=np.float64) for side in (0, 1)
     )
     low, high = np.minimum(left, right), np.maximum(left, right)
-    wrong = {"finite numbers": ~np.isfinite(left) | ~np.isfinite(right)}
+    size = np.maximum(np.abs(left), np.abs(right))  # NaN if a score is NaN
+    wrong = {f"finite numbers up to {LARGEST_SCORE:g}": ~(size <= LARGEST_SCORE)}
     if metric in SHARES:
         wrong["from 0 to 1"] = (low < 0) | (high > 1)
     for need, documents in wrong.items():
