@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,7 @@ def test_devices_are_parsed_as_on_command_line(
 
 
 WRONG: Mapping[str, tuple[object, ...]] = {
-    "sm": (42, "ninety", [[90]], {"sm": 90}, True, None, b"90", [None], 90.5, object()),
+    "sm": (42, "ninety", [[90]], {"sm": 90}, True, None, b"90", [None], 90.5, object(), "٩٠"),
     "tp": (0, -1, "two", 1.5, True, [""], None, 10**30, "9" * 5000),
     "gpu": ("H1000", 3, None, ("L4", 7.5)),
     "vllm": ("newest", 33, 0.33, (1,), ("0", "x"), ""),
@@ -227,11 +228,32 @@ def test_wrong_devices_are_input_errors(good: Good, key: str, value: object) -> 
             load(good("W4A16"), dry=True, **{key: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("tp", [2, "1,2", ("1", 2), [2]])
+def test_plan_takes_sizes_like_check(llama: Path, tp: Any) -> None:
+    assert not vexport.api.plan(llama, scheme="FP8_DYNAMIC", tp=tp).refusals
+
+
+@pytest.mark.parametrize("value", [b"folder", None, 5, ["folder"]])
+def test_other_values_than_names_are_input_errors(tmp_path: Path, value: Any) -> None:
+    functions = (
+        check,
+        load,
+        vexport.api.report,
+        partial(vexport.api.plan, scheme="FP8_DYNAMIC"),
+        partial(vexport.api.repair, out=tmp_path / "out"),
+    )
+    for function in functions:
+        with pytest.raises(InputError, match="need a name or a path"):
+            function(value)
+
+
 def test_plan_takes_number_or_name_of_gpu(llama: Path) -> None:
     for gpu in (89, "sm89", "L40S"):
         table = vexport.api.plan_schemes(llama, gpu=gpu)
         assert table.gpu is not None
         assert table.gpu.sm == 89
-    for wrong in ({"gpu": 42}, {"tp": "two"}, {"tp": 0}):
+    for given in ({"gpu": "9.0"}, {"gpu": ("H100",)}, {"tp": "1, 2"}, {"tp": 4}):
+        assert (vexport.api.plan_schemes(llama, **given).gpu is None) == ("tp" in given)
+    for wrong in ({"gpu": 42}, {"gpu": "H100,L4"}, {"gpu": ()}, {"tp": "two"}, {"tp": 0}):
         with pytest.raises(InputError):
             vexport.api.plan_schemes(llama, **wrong)

@@ -10,7 +10,7 @@ from annotated_types import Gt
 from pydantic import BaseModel
 from pydantic.json_schema import SkipJsonSchema
 
-from vexport.api.common import Name, OnNote, python_warning
+from vexport.api.common import Name, OnNote, named, python_warning
 from vexport.records import OnProgress, silent
 from vexport.scenario import (
     DEFAULT_ALPHA,
@@ -56,7 +56,7 @@ class PlanArguments(Planning):
 class SchemesArguments(ScenarioSection):
     """Keywords of `vexport.api.plan_schemes`.
 
-    `gpu` is the name of a GPU or a compute capability, such as "L40S" or "89".
+    `gpu` is one GPU: its name or its compute capability, such as "L40S" or "89".
     """
 
     revision: RevisionSetting = None
@@ -64,7 +64,7 @@ class SchemesArguments(ScenarioSection):
     ignore: IgnoreSetting = ()
     kv_cache: KvCacheSetting = None
     tp: RanksSetting = (1,)
-    gpu: str | int | None = None
+    gpu: str | int | float | tuple[str | int | float, ...] | None = None
     on_progress: SkipJsonSchema[OnProgress] = silent
 
 
@@ -134,7 +134,7 @@ def with_keywords(model: Callable[..., BaseModel], function: Callable[..., R]) -
     @wraps(function)
     def call(*positional: object, **given: object) -> R:
         bound = whole.bind(*positional, **given).arguments
-        first = [bound.pop(each.name) for each in names]
+        first = [named(f"{name}: {each.name}", bound.pop(each.name)) for each in names]
         with problems_at(name):
             made = model(**bound)
         return function(*first, made)

@@ -1,12 +1,11 @@
 """Check one checkpoint, or several checkpoints in one call."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from vexport.api.common import Name, OnProblem, is_verifying, parsed
+from vexport.api.common import Name, OnProblem, is_verifying, named, parsed
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.checks import SourceComparison, check_checkpoint, error_findings
@@ -99,7 +98,7 @@ def check_checkpoints(
     If a checkpoint cannot be read, `on_problem` receives the error, and the checkpoint's report
     contains it as a finding. `on_fault` receives the error if vLLM crashed or took too long.
     """
-    names = [os.fspath(name) for name in checkpoints]
+    names = [named("check: checkpoint", name) for name in checkpoints]
     target = Target(
         tp=settings.tp,
         sm=settings.sm,
@@ -107,7 +106,7 @@ def check_checkpoints(
         speculative=resolve_drafter(settings.speculative, settings.on_progress),
     )
     if settings.digests is not None:
-        require_list(str(settings.digests))
+        require_list(named("check: digests", settings.digests))
     found = {name: attempt(partial(_folder, name, settings.on_progress), name) for name in names}
     roots = {name: root for name, root in found.items() if isinstance(root, Path)}
     # The comparison with the source imports torch, which takes seconds. If no checkpoint exists, it
@@ -175,7 +174,7 @@ def _source_comparison(settings: CheckSettings) -> SourceComparison | None:
     if settings.source is None:
         return None
     require_extra("torch", "--source")
-    root = _folder(os.fspath(settings.source), settings.on_progress)
+    root = _folder(named("check: source", settings.source), settings.on_progress)
     require_checkpoint(root)
     from vexport.fidelity.compare import source_comparison
 

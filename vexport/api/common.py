@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from vexport.errors import InputError, VexportError
+from vexport.errors import InputError, VexportError, shown
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -28,6 +28,15 @@ def parsed(where: str, parse: Callable[[T], R], value: T) -> R:
         return parse(value)
     except (TypeError, ValueError) as error:
         raise InputError(where, got=str(error), need="", fix="") from None
+
+
+def named(where: str, value: object) -> str:
+    """Return a name or a path as text. Raises InputError for any other value."""
+    name = os.fspath(value) if isinstance(value, str | os.PathLike) else value
+    if not isinstance(name, str):
+        need = "a name or a path, as text or a Path"
+        raise InputError(where, got=shown(value, 100), need=need, fix="correct the value")
+    return name
 
 
 def python_warning(text: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from vexport.api.common import Name, OnNote, OnProblem, python_warning
+from vexport.api.common import Name, OnNote, OnProblem, named, python_warning
 from vexport.api.engine import Engine
 from vexport.engine.installed import installed_version
 from vexport.evaluation.accepted_settings import CompletedSettings, with_accepted_settings
@@ -110,9 +110,9 @@ def evaluate_all(
             settings = Evaluate.model_validate(completed.keys)
         serve = completed.serve
     return evaluate_checkpoints(
-        [str(checkpoint) for checkpoint in checkpoints],
+        [named("evaluate: checkpoint", checkpoint) for checkpoint in checkpoints],
         settings,
-        Path(folder),
+        Path(named("evaluate: folder", folder)),
         engine_settings.options(on_progress, serve),
         against=file,
         accept=None if accept is None else Path(accept),
@@ -139,6 +139,7 @@ def run(
 
     Use the scenario's `serve` section, overridden by `tp` and `engine_args`.
     """
+    scenario = named("run: scenario", scenario)
     (parsed,) = with_default_text([read_scenario(Path(scenario))], on_note)
     trusted = engine is not None and engine.trust_remote_code
     vllm = installed_version(engine.vllm_python if engine else None)

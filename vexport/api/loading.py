@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from vexport.api.common import Name, OnProblem, parsed
+from vexport.api.common import Name, OnProblem, named, parsed
 from vexport.api.engine import Engine
 from vexport.checkpoint.index import require_checkpoint, require_weights_found
 from vexport.checkpoint.source import require_source, resolve_source
@@ -106,7 +106,7 @@ def load_all(
     sizes = parsed("load: tp", parse_sizes, tp)
     capabilities = None if sm is None else parsed("load: sm", parse_capabilities, sm)
     gpus = parsed("load: gpu", cards, gpu)
-    names = tuple(str(checkpoint) for checkpoint in checkpoints)
+    names = tuple(named("load: checkpoint", checkpoint) for checkpoint in checkpoints)
     _require_any(names)
     problems = _unreadable(names, on_progress)
     readable = tuple(name for name in names if name not in problems)

@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from vexport.api.arguments import PlanArguments, SchemesArguments, with_keywords
-from vexport.api.common import Name
+from vexport.api.common import Name, parsed
 from vexport.checkpoint.source import with_revision
 from vexport.engine.installed import installed_version
 from vexport.errors import InputError
-from vexport.formats.gpus import CARDS, find_card, parse_capability
+from vexport.formats.gpus import find_card, parse_capabilities, parts_of
 from vexport.formats.plan import Plan
 from vexport.plan.build import PlanSettings
 from vexport.plan.recommend import table_for_gpu
@@ -75,15 +75,11 @@ def _plan_schemes(source: Name, arguments: SchemesArguments) -> SchemeTable:
     With `gpu`, the table starts with the schemes that this GPU runs natively, and has
     recommendations.
     """
-    gpu = None if arguments.gpu is None else str(arguments.gpu)
-    sm = None if gpu is None else parse_capability(gpu)
-    if gpu is not None and sm is None:
-        raise InputError(
-            "plan_schemes: gpu",
-            got=repr(arguments.gpu),
-            need=f"a compute capability such as 90, or one of {', '.join(CARDS)}",
-            fix="correct the value",
-        )
+    gpu = arguments.gpu
+    capabilities = () if gpu is None else parsed("plan_schemes: gpu", parse_capabilities, gpu)
+    if gpu is not None and len(capabilities) != 1:
+        got = f"{len(capabilities)} compute capabilities"
+        raise InputError("plan_schemes: gpu", got=got, need="one GPU", fix="name one GPU")
     settings = PlanSettings(ranks=arguments.tp, kv_cache=arguments.kv_cache)
     table = scheme_table(
         with_revision(str(source), arguments.revision),
@@ -92,9 +88,10 @@ def _plan_schemes(source: Name, arguments: SchemesArguments) -> SchemeTable:
         arguments.on_progress,
         arguments.group_size,
     )
-    if gpu is None or sm is None:
+    if gpu is None:
         return table
-    return table_for_gpu(table, sm, find_card(gpu))
+    card = next(filter(None, map(find_card, parts_of(gpu))), None)
+    return table_for_gpu(table, capabilities[0], card)
 
 
 plan_schemes = with_keywords(SchemesArguments, _plan_schemes)

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from vexport.api.arguments import VerdictArguments, with_keywords
-from vexport.api.common import Name
+from vexport.api.common import Name, named
 from vexport.errors import raise_all
 from vexport.errors.extras import attempt_all
 from vexport.records import History, Verdict
@@ -37,7 +37,7 @@ def report(run_dir: Name) -> Report:
     """
     from vexport.run.directory import read_report
 
-    return read_report(Path(run_dir))
+    return read_report(Path(named("report: run_dir", run_dir)))
 
 
 def history(results: Sequence[Name]) -> History:
@@ -49,7 +49,7 @@ def history(results: Sequence[Name]) -> History:
     from vexport.run.history import points_in_time, read_result, without_repetitions
     from vexport.run.regressions import history_of
 
-    paths = [Path(result) for result in results]
+    paths = [Path(named("history: results", result)) for result in results]
     read = attempt_all([(str(path), partial(read_result, path)) for path in paths])
     found, doubles = without_repetitions(read)
     raise_all(doubles)

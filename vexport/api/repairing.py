@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vexport.api.common import Name
+from vexport.api.common import Name, named
 from vexport.records import OnProgress, RepairReport, silent
 from vexport.repair import repair_checkpoint
 
@@ -19,7 +19,12 @@ def repair(
 
     If something cannot be repaired, the report has refusals, and nothing is written.
     """
-    origin = None if source is None else Path(source)
+    folder = Path(named("repair: checkpoint", checkpoint))
+    origin = None if source is None else Path(named("repair: source", source))
     return repair_checkpoint(
-        Path(checkpoint), Path(out), origin, overwrite=overwrite, on_progress=on_progress
+        folder,
+        Path(named("repair: out", out)),
+        origin,
+        overwrite=overwrite,
+        on_progress=on_progress,
     )

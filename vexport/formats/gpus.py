@@ -132,7 +132,7 @@ def find_card(name: str) -> Card | None:
     return _BY_FOLDED_NAME.get(_fold(name))
 
 
-def _parts(value: Names) -> list[str]:
+def parts_of(value: Names) -> list[str]:
     """Return the numbers and names in `value` as text. Commas separate them.
 
     Raises ValueError if `value` is of another type.
@@ -150,7 +150,7 @@ def parse_sizes(value: Names) -> tuple[int, ...]:
 
     Raises ValueError if a part is not a whole number above zero.
     """
-    parts = _parts(value)
+    parts = parts_of(value)
     for part in parts:
         if not re.fullmatch("0*[1-9][0-9]{0,8}", part):
             raise ValueError(
@@ -164,7 +164,7 @@ def parse_capabilities(value: Names) -> tuple[int, ...]:
 
     Raises ValueError if a part is not a known capability or GPU.
     """
-    parsed = {part: parse_capability(part) for part in _parts(value)}
+    parsed = {part: parse_capability(part) for part in parts_of(value)}
     for part, number in parsed.items():
         if number is None:
             known = ", ".join(map(str, GENERATIONS))
@@ -178,7 +178,7 @@ def parse_capabilities(value: Names) -> tuple[int, ...]:
 def cards(names: Names) -> tuple[Card, ...]:
     """Return the GPUs with these names, each once. Raises ValueError for an unknown name."""
     found: dict[str, Card] = {}
-    for name in _parts(names):
+    for name in parts_of(names):
         card = find_card(name)
         if card is None:
             written = name.strip()
@@ -201,7 +201,7 @@ def parse_capability(text: str) -> int | None:
 
     `90`, `9.0`, `sm90`, `sm_90a` and the name of a GPU such as `H100` all stand for 90.
     """
-    written = re.fullmatch(r"(?:sm[ _-]?)?(\d+)(?:\.(\d))?[af]?", text.lower())
+    written = re.fullmatch(r"(?:sm[ _-]?)?([0-9]+)(?:\.([0-9]))?[af]?", text.lower())
     if written is None:
         card = find_card(text)
         return card.sm if card else None

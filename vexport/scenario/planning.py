@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Ge, Le
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
+from vexport.formats.gpus import Names, parse_sizes
 from vexport.records import KvCache, OnUnsupportedShape
 from vexport.records.values import Positive
 from vexport.scenario.declaring import Option
@@ -53,6 +54,14 @@ SmoothingSetting = Annotated[
 ]
 
 
+def _ranks(value: Names) -> tuple[int, ...]:
+    """Parse tensor parallel sizes like the command line, with an error that states the need."""
+    try:
+        return parse_sizes(value)
+    except ValueError:
+        raise ValueError("whole numbers of GPUs, such as 1,2,4") from None
+
+
 IgnoreSetting = Annotated[
     tuple[str, ...],
     Option(
@@ -64,6 +73,7 @@ IgnoreSetting = Annotated[
 ]
 RanksSetting = Annotated[
     tuple[Positive, ...],
+    BeforeValidator(_ranks),
     Field(min_length=1),
     Option("Tensor parallel sizes to support, such as `1,2,4`.", "vLLM", metavar="N,..."),
 ]
