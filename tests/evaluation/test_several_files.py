@@ -146,6 +146,18 @@ def test_unknown_selection_is_refused(tmp_path: Path) -> None:
     assert_contains(done.stderr, "--task", "no task b")
 
 
+def test_unknown_name_beside_known_names_is_refused(tmp_path: Path) -> None:
+    """A name of one side is a missing task. A name of neither side is an error with the nearest."""
+    for side in ("old", "new"):
+        write(tmp_path / side, "capitals", RIGHT)
+    write(tmp_path / "old", "rivers", RIGHT, day=2)
+    assert judged(tmp_path, "capitals").outcome == "PASS"
+    assert judged(tmp_path, "capitals", "rivers").outcome == "INCONCLUSIVE"
+    with pytest.raises(InputError) as caught:
+        judged(tmp_path, "capitals", "rivets")
+    assert_contains(str(caught.value), "--task", "no task rivets", "did you mean rivers?")
+
+
 def test_plain_lines_are_selected(tmp_path: Path) -> None:
     for side, score in (("old", 1), ("new", 0)):
         rows = [

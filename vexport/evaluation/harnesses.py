@@ -100,7 +100,13 @@ def read_any_results(path: Path, names: Collection[str] = ()) -> Results:
         return read_results(path, names)
     tasks = {name: _samples(name, task, harness) for name, task in _READERS[harness](path).items()}
     return Results(
-        file=path, tasks=tasks, groups={}, fingerprint={}, prompting=None, harness=harness
+        file=path,
+        tasks=tasks,
+        names=tuple(tasks),
+        groups={},
+        fingerprint={},
+        prompting=None,
+        harness=harness,
     ).selected(names)
 
 

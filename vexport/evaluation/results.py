@@ -392,6 +392,7 @@ class Results:
 
     - `file` is the newest results file.
     - `tasks` has the samples of every task.
+    - `names` are the tasks and groups that can be selected, also if they were not.
     - `groups` maps each outermost group that lm-eval aggregates to the tasks in it and below it.
     - `members` maps every group to the tasks in it and below it.
     - `full_sizes` has the number of documents in each task's whole data set, if it was recorded.
@@ -406,6 +407,7 @@ class Results:
 
     file: Path
     tasks: Mapping[str, TaskSamples]
+    names: Collection[str]
     groups: Mapping[str, tuple[str, ...]]
     members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     full_sizes: Mapping[str, int] = field(default_factory=dict)
@@ -437,7 +439,8 @@ class Results:
     def selected(self, names: Collection[str]) -> "Results":
         """Return the results of tasks and groups by name, or all results if there are no names.
 
-        Unknown names are ignored. If only a part of a group is selected, its tasks stand alone.
+        Names that are not in these results are ignored, because the other side of a verdict may
+        have them. If only a part of a group is selected, its tasks stand alone.
         """
         if not names:
             return self
@@ -494,6 +497,7 @@ def read_results(path: Path, names: Collection[str] = ()) -> Results:
         tasks={
             name: _read_task(file.path, name, file.content) for file in files for name in file.tasks
         },
+        names=(*newest, *members),
         groups=_aggregated_groups(merged, frozenset(newest)),
         members=members,
         full_sizes={

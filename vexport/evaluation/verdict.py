@@ -105,7 +105,8 @@ def decide(
         where, recorded = ("when the baseline was accepted", "now"), accepted.fingerprint
         members = {each for name in tasks for each in accepted.groups.get(name, (name,))}
         selected = [name for name in accepted.tasks if not tasks or name in members]
-        shared = shared_tasks(selected, right.tasks, (baseline, candidate), tasks)
+        known = (*accepted.tasks, *accepted.groups, *right.names)
+        shared = shared_tasks(selected, right.tasks, (baseline, candidate), tasks, known)
         kept = select_accepted(accepted, shared.names)
         gates = pair_with(kept, right.only(shared.names), gate)
         sides = {name: (recorded, right.fingerprint_of(name)) for name in shared.names}
@@ -127,7 +128,8 @@ def decide(
         repeated = _repeatability_text(left, "baseline", alpha)
         repeated += _repeatability_text(right, "candidate", alpha)
         where, recorded = ("in the baseline", "in the results"), left.fingerprint
-        shared = shared_tasks(left.tasks, right.tasks, (baseline, candidate), tasks)
+        known = (*left.names, *right.names)
+        shared = shared_tasks(left.tasks, right.tasks, (baseline, candidate), tasks, known)
         gates = gated_tasks(left.only(shared.names), right.only(shared.names), gate)
         sides = {
             name: (left.fingerprint_of(name), right.fingerprint_of(name)) for name in shared.names
