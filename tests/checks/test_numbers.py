@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models import Good, errors
+from tests.command import findings
+from tests.models import Good, errors, quantize
 from tests.mutations.edits import (
     Change,
     Tensors,
@@ -21,6 +22,7 @@ from tests.mutations.edits import (
     spoiled,
     tensors,
 )
+from tests.texts import assert_contains
 from vexport.checks import SourceComparison, check_checkpoint
 from vexport.formats.arguments import parse_args
 from vexport.records import Json
@@ -80,21 +82,38 @@ def test_zero_unquantized_weight_is_error(good: Good, tmp_path: Path, name: str)
 def test_infinite_bounds_and_weights(
     good: Good, tmp_path: Path, leaf: str, shape: tuple[int, ...], value: float, wrong: bool
 ) -> None:
-    """With a source, values are an error only if the source has other values."""
+    """Values that the source has as well are a warning."""
     name = f"model.vision_tower.encoder.proj.{leaf}"
     change = add(name, torch.full(shape, value, dtype=torch.bfloat16))
     folder = spoiled(good("W8A8"), tmp_path / "changed", change)
-    findings = check_checkpoint(str(folder)).findings
-    assert [finding.where for finding in findings if finding.check == "values"] == [name] * wrong
+    alone = check_checkpoint(str(folder)).findings
+    assert [each.where for each in alone if each.check == "values"] == [name] * wrong
     other = spoiled(
         good("W8A8"), tmp_path / "other", add(name, torch.zeros(shape, dtype=torch.bfloat16))
     )
-    for source, count in ((folder, 0), (other, int(wrong))):
+    for source, severity in ((folder, "warning"), (other, "error")):
         against = SourceComparison(root=source, run=lambda view: iter(()))
-        findings = check_checkpoint(str(folder), against=against).findings
-        assert [finding.where for finding in findings if finding.check == "values"] == [
-            name
-        ] * count
+        report = check_checkpoint(str(folder), against=against)
+        found = [finding for finding in report.findings if finding.check == "values"]
+        assert [(each.where, each.severity) for each in found] == [(name, severity)] * wrong
+        is_shared = source == folder
+        assert all(("same problem" in each.got) == is_shared for each in found)
+
+
+def test_fault_of_source_is_warning(llama: Path, tmp_path: Path) -> None:
+    """A row of the embeddings that is infinite in the source is infinite in the checkpoint."""
+    name = "model.embed_tokens.weight"
+
+    def overflow(values: Tensors) -> None:
+        values[name][7] = math.inf
+
+    source = spoiled(llama, tmp_path / "source", tensors(overflow))
+    out = quantize(source, tmp_path / "out", "FP8_DYNAMIC")
+    (alone,) = (each for each in findings(out) if each["check"] == "values")
+    assert (alone["where"], alone["severity"]) == (name, "error")
+    (compared,) = (each for each in findings(out, "--source", source) if each["where"] == name)
+    assert compared["severity"] == "warning"
+    assert_contains(compared["got"], "infinite", "the unquantized model has the same problem")
 
 
 @pytest.mark.parametrize("scheme", ["W8A8", "FP8_DYNAMIC"])

@@ -36,7 +36,7 @@ from vexport.checks.vllm.wrong_words import with_causes
 from vexport.errors import InputError, InputErrors, VexportError, convert_os_error
 from vexport.errors.extras import unexpected_error
 from vexport.records import CheckReport, Finding, NotJudged
-from vexport.records.shared_faults import shared_as_warnings
+from vexport.records.shared_faults import as_shared, shared_as_warnings
 from vexport.records.values import plural
 from vexport.version import PINNED, short_version
 
@@ -55,6 +55,8 @@ SOURCE_DESCRIPTION = (
 COMPARABLE = "a quantized weight to compare with the source's weight"
 # Families that apply to every quantization method.
 METHOD_INDEPENDENT = ("shards", "digests", "config")
+# `fix` of findings on tensors that the source stores with the same bytes.
+FIX_SOURCE = "look at this tensor in the source: the quantization did not change it"
 # Families that read stored numbers. If the checkpoint uses a method other than compressed-tensors,
 # its tensors are first translated to compressed-tensors.
 VALUE_FAMILIES = ("values", "fusion")
@@ -205,7 +207,7 @@ def _family_findings(view: CheckpointView, against: SourceComparison | None) -> 
     for name, check in CHECKS.items():
         if name in VALUE_FAMILIES and judged:
             found = _run_family(name, partial(numbers.findings, check.run), view)
-            yield from found if against is None else _exclude_unchanged(found, view, against.root)
+            yield from found if against is None else _blame_source(found, view, against.root)
         elif judged or name in METHOD_INDEPENDENT:
             yield from _run_family(name, check.run, view)
     if judged and against is not None:
@@ -233,20 +235,20 @@ class _TranslatedChecks:
         return translated_findings(run, self._translated)
 
 
-def _exclude_unchanged(
+def _blame_source(
     found: Iterable[Finding], view: CheckpointView, source: Path
 ) -> Iterator[Finding]:
-    """Yield the findings, except on tensors that the source stores with the same bytes."""
+    """Yield the findings. On tensors with the same bytes as in the source, errors are warnings."""
     tensors, origins = view.index.tensors, read_index(source).tensors
     with Reader() as reader:
         for finding in found:
             tensor, origin = tensors.get(finding.where), origins.get(finding.where)
-            if (
-                tensor is None
-                or origin is None
-                or not same_bytes(view.reader, tensor, reader, origin)
-            ):
-                yield finding
+            is_unchanged = (
+                tensor is not None
+                and origin is not None
+                and same_bytes(view.reader, tensor, reader, origin)
+            )
+            yield as_shared(finding, FIX_SOURCE) if is_unchanged else finding
 
 
 def _run_family(family: str, run: CheckFunction, view: CheckpointView) -> Iterator[Finding]:

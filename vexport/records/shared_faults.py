@@ -76,10 +76,19 @@ def shared_as_warnings(
     shared = shared_errors(findings, root, unquantized, unquantized_root, is_refused=is_refused)
     for finding in findings:
         if finding in shared:
-            got = f"{finding.got}; the unquantized model has the same problem"
-            yield replace(finding, severity="warning", got=got, fix=_FIX)
+            yield as_shared(finding, _FIX)
         else:
             yield finding
+
+
+def as_shared(finding: Finding, fix: str) -> Finding:
+    """Return the finding with the words that the unquantized model has the same problem.
+
+    An error becomes a warning.
+    """
+    severity = "warning" if _is_error(finding) else finding.severity
+    got = f"{finding.got}; the unquantized model has the same problem"
+    return replace(finding, severity=severity, got=got, fix=fix)
 
 
 def shared_errors(
