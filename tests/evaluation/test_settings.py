@@ -45,6 +45,62 @@ def test_argument_of_one_side_is_shown(name: str, value: Json, shown: str) -> No
     assert differences(given, dict(BASE)) == [f"{name}: {shown} before, {default} after"]
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (-0.0, 0),
+        ("3.0", 3),
+        (False, "0"),
+        (1.0, "true"),
+        ("torch.float8_e4m3fn", "float8_e4m3fn"),
+        ({"a": [{"b": 2.0}, "torch.half"], "c": True}, {"c": 1, "a": [{"b": "2"}, "half"]}),
+        ('{"factor": 4.0}', {"factor": 4}),
+        ("/data/adapter/", "/data/adapter"),
+        (float("nan"), "nan"),
+    ],
+)
+def test_spelling_of_a_value_is_no_change(one: Json, other: Json) -> None:
+    """Values are compared by their meaning at every depth."""
+    for name in ("prefix_token_id", "not_an_argument_yet"):
+        assert differences({**BASE, name: one}, {**BASE, name: other}) == []
+        assert differences({**BASE, name: other}, {**BASE, name: one}) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 2),
+        (True, 2),
+        ({"a": 1}, {"a": 1.5}),
+        ({"stop": [" 1"]}, {"stop": ["1"]}),
+        ([1, 2], [2, 1]),
+        ("torch.float16", "bfloat16"),
+    ],
+)
+def test_other_value_is_a_change(one: Json, other: Json) -> None:
+    assert len(differences({**BASE, "unheard_of": one}, {**BASE, "unheard_of": other})) == 1
+
+
+def test_spelling_in_generation_arguments_is_no_change() -> None:
+    """Arguments of all tasks and of a single task are compared by their meaning, too."""
+    cases: list[tuple[Json, float, dict[str, Json]]] = [
+        ("min_p=0.0,do_sample=1", 50.0, {"until": ["\n"], "top_k": 20.0}),
+        ({"do_sample": True, "min_p": 0}, 50, {"top_k": 20, "until": ["\n"]}),
+    ]
+    sides = [
+        recorded_fingerprint(
+            {
+                "config": {"model": "vllm", "gen_kwargs": given, "limit": limit},
+                "configs": {"t": {"generation_kwargs": own}},
+                "n-shot": {"t": 0},
+            },
+            ["t"],
+        )
+        for given, limit, own in cases
+    ]
+    assert [*changes(sides[0], sides[1], where=WHERE)] == []
+
+
 @pytest.mark.parametrize("value", ["left", None])
 def test_default_of_signature_is_compared(value: Json) -> None:
     """lm-eval's default is the same value as no value. A null is no other value than none given."""

@@ -10,7 +10,8 @@ lm-eval 0.4.13 writes these files in evaluator.py and loggers/evaluation_tracker
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -92,6 +93,7 @@ _CONFIG_KEYS = ("limit", "random_seed", "numpy_seed", "torch_seed", "fewshot_see
 _TASK_KEYS = {"version of ": "versions", FEWSHOT: "n-shot", TASK_HASH: "task_hashes"}
 _OF_TASK = (*_TASK_KEYS, f"{GEN_KWARGS} of ")
 # Tokens that end thinking: Qwen3, DeepSeek-R1, GLM and SmolLM3; Magistral; Seed-OSS; gpt-oss.
+_TORCH_NAME = re.compile(r"torch\.\w+")
 _THINK_ENDS = ("</think>", "[/THINK]", "</seed:think>", "<|channel|>final<|message|>")
 
 
@@ -177,7 +179,10 @@ def _differs(old: Fingerprint, new: Fingerprint, name: str) -> bool:
         values = (_tokenizer(old, name, other=new), _tokenizer(new, name, other=old))
     else:
         values = (_value(old, name), _value(new, name))
-    return values[0] != values[1] and not _is_exempt(display_name(name))
+    old_value, new_value = values
+    # The texts come first, because NaN does not equal NaN.
+    is_same = old_value == new_value or _comparable(old_value) == _comparable(new_value)
+    return not is_same and not _is_exempt(display_name(name))
 
 
 def _is_comparable(old: Fingerprint, new: Fingerprint, name: str) -> bool:
@@ -306,7 +311,7 @@ def recorded_prompting(content: Mapping[str, Json], tasks: Sequence[str]) -> Pro
         if _is_shaping(name) and not _is_exempt(name) and (text := _argument_text(value)) != "none"
     }
     if given := _named(mapping_in(content, "config").get("gen_kwargs")):
-        generation["gen_kwargs"] = _text(given)
+        generation["gen_kwargs"] = _argument_text(given)
     counts, plain = mapping_in(content, "n-shot"), mapping_in(content, "config").get(UNTEMPLATED)
     return Prompting(
         chat_template=template,
@@ -330,7 +335,7 @@ def recorded_fingerprint(content: Mapping[str, Json], tasks: Sequence[str]) -> F
     settings |= {name.replace("_", " "): config.get(name) for name in _CONFIG_KEYS}
     settings[BACK_END] = config.get("model")
     if overrides := _named(config.get("gen_kwargs")):
-        settings[GEN_KWARGS] = _text(overrides)
+        settings[GEN_KWARGS] = _argument_text(overrides)
     for name, value in _arguments(content).items():
         if not any(fnmatchcase(name, pattern) for pattern in (*_SECRETS, *_ADDRESSES)):
             settings[f"{ARGUMENT}{name}"] = _argument_text(value)
@@ -401,11 +406,10 @@ def _sha(content: Mapping[str, Json], key: str) -> str | None:
 
 
 def _text(value: Json) -> str:
-    return (
-        json.dumps(value, sort_keys=True, ensure_ascii=False)
-        if isinstance(value, dict)
-        else str(value)
-    )
+    plain = _plain(value)
+    if isinstance(plain, dict | list):
+        return json.dumps(plain, sort_keys=True, ensure_ascii=False)
+    return str(plain)
 
 
 def _argument_text(value: Json) -> str:
@@ -413,16 +417,55 @@ def _argument_text(value: Json) -> str:
 
     lm-eval records text (`True`, `0.90`) or JSON (`true`, `0.9`), depending on the call.
     """
-    plain = _scalar(value) if isinstance(value, str) else value
+    plain = _plain(value, _scalar)
     if plain is None or isinstance(plain, str):
         return "none" if plain is None else plain
-    if isinstance(plain, float) and plain.is_integer():
-        return str(int(plain))
     return json.dumps(plain, sort_keys=True, ensure_ascii=False)
 
 
+def _plain(value: Json, read: Callable[[str], Json] = str) -> Json:
+    """Return a value with each number in it, at any depth, spelled in one way.
+
+    `read` converts texts. Texts with spaces around them are kept, because they may be stop texts.
+    """
+    if isinstance(value, dict):
+        return {name: _plain(member, read) for name, member in value.items()}
+    if isinstance(value, list):
+        return [_plain(member, read) for member in value]
+    if isinstance(value, str) and value == value.strip():
+        value = read(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _comparable(text: str | None) -> Json:
+    """Return a value that equals the values with the same meaning.
+
+    True equals 1 and False equals 0 at any depth, as in Python, because a switch may be recorded
+    as a number. A path may end in a slash.
+    """
+    if text is None:
+        return None
+    if text.lower() in ("true", "false"):
+        return str(int(text.lower() == "true"))
+    if text.startswith(("{", "[")):
+        with suppress(ValueError, RecursionError):
+            found: Json = json.loads(text)
+            return found
+    return same_path(text)
+
+
+def same_path(text: str) -> str:
+    """Return a path without the slash at its end."""
+    return text.rstrip("/") or text
+
+
 def _scalar(text: str) -> Json:
-    """Return the value that lm-eval reads from an argument on its command line."""
+    """Return the value that lm-eval reads from an argument on its command line.
+
+    torch prints its types with its name: `torch.bfloat16` is `bfloat16`.
+    """
+    if _TORCH_NAME.fullmatch(text):
+        return text.removeprefix("torch.")
     words: dict[str, Json] = {"true": True, "false": False, "none": None, "null": None}
     if text.strip().lower() in words:
         return words[text.strip().lower()]
