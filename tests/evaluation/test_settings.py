@@ -108,6 +108,13 @@ def test_default_of_signature_is_compared(value: Json) -> None:
     assert differences(dict(BASE), {**BASE, name: value}) == []
 
 
+def test_slash_after_the_models_path_is_no_other_tokenizer() -> None:
+    old: Json = {"pretrained": "/data/small/", "tokenizer": "/data/small"}
+    assert differences(old, {"pretrained": "/data/large", "tokenizer": "/data/large/"}) == []
+    (change,) = differences(old, {"pretrained": "/data/large", "tokenizer": "/data/other/"})
+    assert change.startswith("tokenizer: ")
+
+
 def test_default_depends_on_back_end() -> None:
     given = {**BASE, "max_batch_size": 3, "truncation": False}
     assert differences(dict(BASE), given, models=("hf", "huggingface")) == []

@@ -121,6 +121,12 @@ def test_files_of_two_models_are_refused(tmp_path: Path, change: dict[str, str])
     assert_contains(str(caught.value), *change.values())
 
 
+def test_slash_after_a_path_names_the_same_model(tmp_path: Path) -> None:
+    for day, (task, slash) in enumerate((("a", ""), ("b", "/")), 1):
+        write(tmp_path, task, RIGHT, day=day, pretrained=f"/data/small{slash}")
+    assert [*read_results(tmp_path).tasks] == ["a", "b"]
+
+
 def test_missing_task_is_named(tmp_path: Path) -> None:
     """A task that one side lacks prevents a PASS, but no FAIL."""
     for side, scores in (("old", RIGHT), ("new", RIGHT)):

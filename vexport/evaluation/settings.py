@@ -241,7 +241,7 @@ def _back_end(side: Fingerprint) -> str | None:
     If lm-eval got a model that was built before, it may record the model's name instead.
     """
     recorded = side.get(BACK_END)
-    if recorded is None or recorded == _own_model(side):
+    if recorded is None or same_path(recorded) == _own_model(side):
         return None
     known: str = _table()["classes"].get(recorded, recorded)
     return known
@@ -249,12 +249,13 @@ def _back_end(side: Fingerprint) -> str | None:
 
 def _own_model(side: Fingerprint) -> str | None:
     names = ("pretrained", *_table()["model_names"])
-    return next((side[name] for each in names if (name := f"{ARGUMENT}{each}") in side), None)
+    given = (side[name] for each in names if (name := f"{ARGUMENT}{each}") in side)
+    return next(map(same_path, given), None)
 
 
 def _tokenizer(side: Fingerprint, name: str, *, other: Fingerprint) -> str | None:
     """Return the tokenizer of a side. It is None if neither side names another than its model's."""
-    given = [each.get(name, "none") for each in (side, other)]
+    given = [same_path(each.get(name, "none")) for each in (side, other)]
     own = [_own_model(each) for each in (side, other)]
     if all(value in ("none", model) for value, model in zip(given, own, strict=True)):
         return None
@@ -351,9 +352,13 @@ def recorded_fingerprint(content: Mapping[str, Json], tasks: Sequence[str]) -> F
 def model_of(content: Mapping[str, Json]) -> str:
     """Return the name of the evaluated model with its revision, or "" if it is not recorded."""
     arguments = _arguments(content)
-    names = [f"{name} {arguments[name]}" for name in _table()["model_names"] if name in arguments]
+    names = [
+        f"{name} {same_path(str(arguments[name]))}"
+        for name in _table()["model_names"]
+        if name in arguments
+    ]
     if not names:
-        return str(content.get("model_name") or "")
+        return same_path(str(content.get("model_name") or ""))
     revision = arguments.get("revision")
     return ", ".join([*names, *([] if revision in (None, "main") else [f"revision {revision}"])])
 
