@@ -121,6 +121,21 @@ def test_files_of_two_models_are_refused(tmp_path: Path, change: dict[str, str])
     assert_contains(str(caught.value), *change.values())
 
 
+@pytest.mark.parametrize("side", ["old", "new"])
+def test_missing_documents_of_a_later_trial_are_found(side: str, tmp_path: Path) -> None:
+    """The error names the older file that has the documents, and that file can be judged."""
+    for folder in ("old", "new"):
+        write(tmp_path / folder, "a", RIGHT)
+    older = next((tmp_path / side).glob("results_*.json"))
+    write(tmp_path / side, "a", RIGHT[:70], day=2)
+    write(tmp_path / side, "a", RIGHT[:30], day=3)
+    with pytest.raises(InputError) as caught:
+        judged(tmp_path)
+    assert_contains(str(caught.value), "170 missing in all", f"give {older}, which is older")
+    sides = {folder: tmp_path / folder for folder in ("old", "new")} | {side: older}
+    assert decide(*sides.values(), margin=0.05, alpha=0.05).outcome == "PASS"
+
+
 def test_slash_after_a_path_names_the_same_model(tmp_path: Path) -> None:
     for day, (task, slash) in enumerate((("a", ""), ("b", "/")), 1):
         write(tmp_path, task, RIGHT, day=day, pretrained=f"/data/small{slash}")

@@ -396,7 +396,10 @@ def _answers_now(
     complete = all(task.metric in sample.scores and sample.doc_id in old for sample in samples)
     if not complete or not samples or len(samples) != task.documents:
         got = f"{len(samples)} documents with {task.metric},{task.filter}"
+        larger = candidate.tasks[name].larger
         fix = "evaluate with the same --limit, or accept it again"
+        if larger is not None and len(samples) < task.documents:
+            fix = f"give {larger}, which is older and has more documents of the task"
         raise InputError(where, got=got, need=f"the {task.documents} that were accepted", fix=fix)
     for sample in samples:
         if old[_number(sample)][1] != _question(sample):

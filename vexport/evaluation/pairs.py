@@ -588,6 +588,8 @@ def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str
             if reason := other.unscored.get((doc_id, seed)):
                 got = f"{which} without a score ({reason}), {len(lost)} missing in all"
             fix = f"evaluate the documents of {first.file}, with the same --limit and --seeds"
+            if other.larger is not None:
+                fix = f"give {other.larger}, which is older and has more documents of the task"
             raise InputError(
                 f"{other.file}: task {first.task}", got=got, need="the same documents", fix=fix
             )

@@ -89,7 +89,8 @@ class TaskSamples:
     `metric,filter`) describe the metrics of the whole task. `higher_is_better` has only directions
     that the harness or the user stated. `corpus_metrics` are the metrics
     without a number per document. `metric_list` has the metrics in the task's configuration.
-    `unscored` has the reasons why responses have no score, by document and seed.
+    `unscored` has the reasons why responses have no score, by document and seed. `larger` is an
+    older results file with more documents of the task, or None.
     """
 
     task: str
@@ -101,6 +102,7 @@ class TaskSamples:
     corpus_metrics: tuple[str, ...] = ()
     metric_list: frozenset[str] = frozenset()
     unscored: Mapping[tuple[int | str, int], str] = field(default_factory=dict)
+    larger: Path | None = None
 
     def aggregation(self, metric: str) -> str | None:
         """Return the name of a metric's aggregation, None if it is unknown.
@@ -491,11 +493,14 @@ def read_results(path: Path, names: Collection[str] = ()) -> Results:
         {**recorded_fingerprint(file.content, file.tasks), **read_fingerprint(file.path.parent)}
         for file in files
     ]
+    larger = {name: found for file in files for name, found in _larger_older(contents, file)}
     thinking = [unseparated_thinking(file.content) for file in files]
     return Results(
         file=files[-1].path if files else paths[-1],
         tasks={
-            name: _read_task(file.path, name, file.content) for file in files for name in file.tasks
+            name: replace(_read_task(file.path, name, file.content), larger=larger.get(name))
+            for file in files
+            for name in file.tasks
         },
         names=(*newest, *members),
         groups=_aggregated_groups(merged, frozenset(newest)),
@@ -559,18 +564,31 @@ def _require_one_model(path: Path, contents: Mapping[Path, Mapping[str, Json]]) 
         )
 
 
+def _larger_older(
+    contents: Mapping[Path, Mapping[str, Json]], file: _ResultsFile
+) -> Iterator[tuple[str, Path]]:
+    """Yield (task, older file) for each older file with more documents of a task than `file`.
+
+    The older file with the most documents is last.
+    """
+    for name in file.tasks:
+        paths = [path for path in contents if name in mapping_in(contents[path], "configs")]
+        if len(paths) == 1:
+            continue  # do not count documents in vain
+        sizes = {path: _documents(path, contents[path], name) for path in paths}
+        for path in sorted(paths, key=sizes.__getitem__):
+            if sizes[path] > sizes[file.path]:
+                yield name, path
+
+
 def _larger_older_files(
     contents: Mapping[Path, Mapping[str, Json]], files: Sequence[_ResultsFile]
 ) -> Iterator[str]:
     """Yield a warning for each file that replaces tasks of an older file with more documents."""
     for file in files:
         replaced: dict[Path, list[str]] = {}
-        for name in file.tasks:
-            for path, content in contents.items():
-                is_older = path != file.path and name in mapping_in(content, "configs")
-                sizes = (_documents(each, contents[each], name) for each in (file.path, path))
-                if is_older and next(sizes) < next(sizes):
-                    replaced.setdefault(path, []).append(name)
+        for name, path in _larger_older(contents, file):
+            replaced.setdefault(path, []).append(name)
         for path, names in replaced.items():
             counts = (_documents(each, contents[each], names[0]) for each in (file.path, path))
             judged = " of ".join(f"{count:,}" for count in counts)
