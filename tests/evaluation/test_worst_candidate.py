@@ -106,6 +106,24 @@ def test_guessing(right: float, outcome: str) -> None:
         assert_contains(found.uninformative, "guessing 50%", "likely cause")
 
 
+@pytest.mark.parametrize(
+    ("right", "options", "margin", "cause"),
+    [
+        (160, 0, 0.85, "likely cause is the margin"),
+        (170, 2, 0.4, "likely cause is the margin"),
+        (1, 0, 0.05, "likely cause is that there are too few documents"),
+        (0, 0, 0.05, "a task that is too hard"),
+    ],
+)
+def test_cause_depends_on_the_score(right: int, options: int, margin: float, cause: str) -> None:
+    """A task that the baseline does well is not too hard."""
+    scores = [float(number < right) for number in range(1 if right == 1 else 200)]
+    found = judged(pair_of(scores, scores, options=options), margin)
+    assert found.outcome == "INCONCLUSIVE"
+    assert_contains(found.uninformative, cause)
+    assert ("too hard" in found.uninformative) == ("too hard" in cause)
+
+
 def test_documents_that_would_show_a_loss() -> None:
     """The score is above the margin, but its lower bound is not."""
     scores = [float(number % 40 == 0) for number in range(300)]

@@ -270,10 +270,24 @@ def _remedies(
     if ways:
         yield f"{' or '.join(ways)} would show a loss"
     if is_small or high >= 0:
-        yield f"the likely cause is {_likely_cause(is_templated)}"
+        yield f"the likely cause is {_likely_cause(worst, is_small, is_templated)}"
 
 
-def _likely_cause(is_templated: bool | None) -> str:
+def _likely_cause(worst: TaskPair, is_small: bool, is_templated: bool | None) -> str:
+    """Return the likely cause of a task that cannot show a loss.
+
+    A baseline that could lose at least half of the range above guessing does the task well. The
+    cause is then the margin, or the number of documents. `is_small` is True if no loss exceeds the
+    margin.
+    """
+    half = (1 - worst.chance) * worst.range_width / 2
+    is_done_well = worst.own_unit is None and -worst.difference >= half
+    if not is_done_well:
+        return _cause_of_low_score(is_templated)
+    return "the margin, which no loss exceeds" if is_small else "that there are too few documents"
+
+
+def _cause_of_low_score(is_templated: bool | None) -> str:
     """Return the likely cause of a baseline that has hardly anything to lose."""
     if is_templated:
         return (
