@@ -4,7 +4,7 @@ import gzip
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import datasets
@@ -88,6 +88,37 @@ def test_folder_of_prose_is_read(tmp_path: Path) -> None:
     for name in ("a.txt", "b.md"):
         (tmp_path / name).unlink()
     assert len(read_folder(tmp_path, None).files) == 2
+
+
+METADATA: Mapping[str, str] = {
+    "index.json": json.dumps({"books": {"a.txt": 1851}, "order": ["a.txt"]}, indent=2),
+    "counts.jsonl": '{"words": 3}\n{"words": 5}\n',
+    "years.tsv": "book\tyear\na\t1851\n",
+    "names.json": '["Ishmael", "Ahab"]',
+    "numbers.json": "[1, 2]",
+    "empty.jsonl": "",
+}
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_files_without_text_are_no_data(tmp_path: Path, name: str) -> None:
+    """Files whose first row cannot become text are not read beside prose or rows."""
+    (tmp_path / "a.txt").write_text("4 + 5")
+    (tmp_path / name).write_text(METADATA[name])
+    found = read_folder(tmp_path, None)
+    assert ([*found.files], [*found.others]) == ([tmp_path / "a.txt"], [tmp_path / name])
+    write_lines(tmp_path / "rows.jsonl")
+    assert read_folder(tmp_path, None).files == (tmp_path / "rows.jsonl",)
+
+
+def test_named_column_is_no_metadata(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("4 + 5")
+    (tmp_path / "rows.jsonl").write_text('{"body": "1 + 2"}\n')
+    (tmp_path / "more.json").write_text('{"rows": [{"text": "4"')
+    assert [path.name for path in read_folder(tmp_path, None, "body").files] == [
+        "more.json",
+        "rows.jsonl",
+    ]
 
 
 def test_metadata_alone_is_an_error(tmp_path: Path) -> None:
@@ -182,7 +213,7 @@ def test_zstd_is_bounded(tmp_path: Path, lines: Path, monkeypatch: pytest.Monkey
     assert read(str(tmp_path / "two.jsonl.zst")).token_ids == expected * 2
     text = compress(tmp_path / "a.txt.zst", b"4 + 5\n\n1 = 5\n")
     assert len(read(str(text)).rows) == 1
-    monkeypatch.setattr("vexport.calibration.sources.FREE_EXPANSION", 1 << 20)
+    monkeypatch.setattr("vexport.calibration.file_rows.FREE_EXPANSION", 1 << 20)
     for name, part in (("blank", b"\n"), ("line", b" "), ("rows", data)):
         bomb = compress(tmp_path / f"{name}.jsonl.zst", part * ((1 << 23) // len(part)))
         with assert_raises(InputError, bomb.name, "expands to more than 100 times"):

@@ -22,7 +22,8 @@ from vexport.calibration.conversations import (
     render_conversation,
     unrendered_parts,
 )
-from vexport.calibration.folders import TEXT, data_suffix, notes_on_folder, require_data
+from vexport.calibration.file_rows import RawRow, content_of, encoding_error, json_problem
+from vexport.calibration.folders import notes_on_folder, require_data
 from vexport.calibration.rows import (
     FIX_COLUMN,
     FIX_ROW,
@@ -32,7 +33,8 @@ from vexport.calibration.rows import (
     read_row,
     texts_of_turns,
 )
-from vexport.calibration.sources import RawRow, encoding_error, json_problem, raw_rows
+from vexport.calibration.sources import raw_rows
+from vexport.calibration.splits import TEXT, data_suffix
 from vexport.checkpoint.chat_template import DEFAULT as DEFAULT_TEMPLATE
 from vexport.checkpoint.chat_template import FILE as TEMPLATE_FILE
 from vexport.checkpoint.chat_template import chat_templates
@@ -194,7 +196,7 @@ def require_rows(data: CalibrationData) -> None:
     for raw in chain(first, rows):
         number += 1
         try:
-            row = read_row(_content(raw), data.column)
+            row = read_row(content_of(raw), data.column)
         except MultimodalRowError:
             multimodal += 1
             if multimodal == number == MAX_MULTIMODAL_ROWS:
@@ -249,7 +251,7 @@ def has_conversations(data: CalibrationData) -> bool:
         return False
     for raw in islice(raw_rows(data), MAX_BROKEN_ROWS):
         try:
-            row = read_row(_content(raw), data.column)
+            row = read_row(content_of(raw), data.column)
         except (ValueError, RecursionError):  # `read_samples` reports these rows
             continue
         if _needs_chat_template(row):
@@ -303,7 +305,7 @@ def _plain_texts(data: CalibrationData) -> Iterator[str]:
     """Yield the texts of plain-text rows. Skip broken rows: `read_samples` reports them."""
     for raw in raw_rows(data):
         try:
-            row = read_row(_content(raw), data.column)
+            row = read_row(content_of(raw), data.column)
         except (ValueError, RecursionError):
             continue
         if row.text is not None:
@@ -518,7 +520,7 @@ class _Reader:
             )
 
     def _tokenized(self, raw: RawRow) -> _Tokens:
-        row = read_row(_content(raw), self._data.column)
+        row = read_row(content_of(raw), self._data.column)
         self._unused.update(row.unused)
         is_plain = not self._data.chat_template and row.plain_text is None
         if row.conversation is not None and (is_plain or self._data.name == DEFAULT):
@@ -669,16 +671,6 @@ def _packed(rows: Iterable[_Tokens], data: CalibrationData) -> Iterator[tuple[in
 def _with_start(ids: list[int], start: list[int]) -> list[int]:
     """Return the ids with the tokens `start` in front, unless they already begin with `start`."""
     return ids if ids[: len(start)] == start else [*start, *ids]
-
-
-def _content(raw: RawRow) -> object:
-    """Return the parsed JSON of a line, or a record unchanged.
-
-    Raises ValueError, and RecursionError for JSON nested too deeply.
-    """
-    if not isinstance(raw.content, bytes):
-        return raw.content
-    return json.loads(raw.content.rstrip(b"\r\n"))
 
 
 def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> Tokenizer:

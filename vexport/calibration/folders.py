@@ -4,35 +4,32 @@ A folder is a data set: its documents, metadata and other splits are not read as
 """
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from vexport.calibration.file_rows import content_of, rows_of_file
 from vexport.calibration.rows import is_row
-from vexport.checkpoint.source import COMPRESSED, SUFFIXES, parse_data
-from vexport.errors import InputError
+from vexport.calibration.splits import (
+    TEXT,
+    choose_split,
+    data_suffix,
+    mentions_split,
+    names_split,
+    require_file,
+)
+from vexport.checkpoint.source import SUFFIXES, parse_data
+from vexport.errors import InputError, VexportError
 from vexport.files import read_json_object
 from vexport.records import CalibrationData
 from vexport.records.values import join_limited, plural
 
-# Formats of prose. In a folder with files in other formats, they are documents about the data.
-TEXT = (".txt", ".md")
 # First words of the names of documents in a folder that has only prose.
 _DOCUMENTS = ("readme", "license", "licence", "copying", "notice")
 # Files in a folder that `datasets.save_to_disk` wrote, for one split and for several splits.
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
-# Words in the names of files and folders that mean a split, as `datasets` reads them.
-_SPLITS: Mapping[str, tuple[str, ...]] = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
-_WORD = re.compile(r"[^\W_\d]+")
-# A JSON file with more bytes than this is data. Descriptions of data sets are shorter.
+# A file with more bytes than this is data. Descriptions of data sets are shorter.
 _LARGEST_METADATA = 1 << 26
-# Number of bytes in which the first character of a JSON value is looked for.
-_FIRST_BYTES = 64
 # Maximum number of files that a note names.
 _MAX_NAMED = 3
 
@@ -49,25 +46,14 @@ class Folder:
     saved: Path | None = None
 
 
-def data_suffix(path: Path) -> str:
-    """Return the suffix of the format: `.txt` of a.txt.gz. Compressed data is JSON lines if its
-    name has no other suffix.
-    """
-    suffix = path.suffix.lower()
-    if suffix not in COMPRESSED:
-        return suffix
-    inner = Path(path.stem).suffix.lower()
-    return inner if inner in SUFFIXES else ".jsonl"
-
-
 def data_files(data: CalibrationData) -> Sequence[Path]:
     """Return the local files that are read for a data set, in their order."""
     path = parse_data(data.name).path
-    return read_folder(path, data.split).files if path.is_dir() else (path,)
+    return read_folder(path, data.split, data.column).files if path.is_dir() else (path,)
 
 
-def read_folder(folder: Path, split: str | None) -> Folder:
-    """Find the data files of a folder and its subfolders.
+def read_folder(folder: Path, split: str | None, column: str | None = None) -> Folder:
+    """Find the data files of a folder and its subfolders: files whose first row holds text.
 
     Files in hidden folders do not count. Without `split`, the files of the split `train` are read,
     and files whose names mention no split. If no file is named after `train`, all files are read.
@@ -86,7 +72,7 @@ def read_folder(folder: Path, split: str | None) -> Folder:
         need = f"files that end in {', '.join(SUFFIXES)}"
         got = "a folder without data files"
         raise InputError(str(folder), got=got, need=need, fix="check the path")
-    files = _of_split(_without_documents(found), folder, split)
+    files = _of_split(_without_documents(found, column), folder, split)
     others = [path for path in found if path not in files]
     return Folder(files=tuple(files), others=tuple(others))
 
@@ -94,7 +80,7 @@ def read_folder(folder: Path, split: str | None) -> Folder:
 def require_data(data: CalibrationData) -> None:
     """Raise InputError if local data do not exist or contain no data files.
 
-    No data is read, and the hub is not contacted.
+    At most the first rows of files in a folder are read. The hub is not contacted.
     """
     name = data.name
     parsed = parse_data(name)
@@ -105,19 +91,9 @@ def require_data(data: CalibrationData) -> None:
         need = "a file, a folder, a data set on the hub (ORG/NAME), or default"
         raise InputError(name, got="no such file", need=need, fix="check the path")
     if path.is_dir():
-        read_folder(path, data.split)
+        read_folder(path, data.split, data.column)
     else:
         require_file(path)
-
-
-def require_file(path: Path) -> None:
-    """Raise InputError if a path is a pipe or a device.
-
-    These can be read only once, and may never end.
-    """
-    if path.exists() and not path.is_file():
-        fix = "write the text to a file"
-        raise InputError(str(path), got="a pipe or a device", need="a file or a folder", fix=fix)
 
 
 def notes_on_folder(data: CalibrationData) -> Iterable[str]:
@@ -125,37 +101,11 @@ def notes_on_folder(data: CalibrationData) -> Iterable[str]:
     name = parse_data(data.name)
     if name.kind != "path" or not name.path.is_dir():
         return
-    others = read_folder(name.path, data.split).others
+    others = read_folder(name.path, data.split, data.column).others
     if others:
         names = [path.relative_to(name.path).as_posix() for path in others]
         files = join_limited(names, ", ", _MAX_NAMED)
         yield f"{data.name}: {plural(len(others), 'file')} not read as data: {files}"
-
-
-def choose_split(names: Iterable[str], wanted: str | None, where: str) -> str:
-    """Return the split to read: `wanted`, else `train`, else the first that begins with train.
-
-    Raises InputError if the data set does not have the split `wanted`.
-    """
-    known = list(names)
-    if wanted is None:
-        return min(known, key=lambda name: (name != "train", not name.startswith("train")))
-    if wanted not in known:
-        got = f"no split {wanted}"
-        need = f"one of its splits: {', '.join(known)}"
-        raise InputError(where, got=got, need=need, fix="correct calibration.split")
-    return wanted
-
-
-def names_split(text: str, split: str) -> bool:
-    """Return True if a name contains a split as a word: `data/train-00000-of-00001.parquet`."""
-    words = {word.lower() for word in _WORD.findall(text)}
-    return bool(words.intersection(_SPLITS.get(split, ()))) or split in re.split(r"[/.\-]", text)
-
-
-def mentions_split(text: str) -> bool:
-    """Return True if a name contains any of the usual splits as a word."""
-    return any(names_split(text, split) for split in _SPLITS)
 
 
 def _may_be_data(path: Path, folder: Path) -> bool:
@@ -164,30 +114,55 @@ def _may_be_data(path: Path, folder: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and path.is_file() and not is_hidden
 
 
-def _without_documents(files: Sequence[Path]) -> Sequence[Path]:
-    """Return the files that hold rows, or all files if none does."""
-    rows = [path for path in files if data_suffix(path) not in TEXT]
-    if rows:
-        data = rows if len(rows) == 1 else [path for path in rows if not _is_metadata(path)]
-        return data or rows
-    return [path for path in files if not path.stem.lower().startswith(_DOCUMENTS)] or files
+def _without_documents(files: Sequence[Path], column: str | None) -> Sequence[Path]:
+    """Return the files whose rows hold text, else the prose, or all files if there is none.
+
+    If a column is named, prose is not read instead of rows.
+    """
+    tables = [path for path in files if data_suffix(path) not in TEXT]
+    data = [path for path in tables if _holds_text(path, column)]
+    if data or (tables and column is not None):
+        return data or tables
+    prose = [path for path in files if path not in tables]
+    texts = [path for path in prose if not path.stem.lower().startswith(_DOCUMENTS)]
+    return texts or tables or prose
 
 
-def _is_metadata(path: Path) -> bool:
-    """Return True if a file is a single JSON object without rows, such as dataset_infos.json."""
-    if path.suffix.lower() != ".json" or path.stat().st_size > _LARGEST_METADATA:
-        return False
-    with path.open("rb") as file:
-        if file.read(_FIRST_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{":
-            return False
+def _holds_text(path: Path, column: str | None) -> bool:
+    """Return True if the first row of a file can be turned into text.
+
+    A file that cannot be read counts as data, so that its error is reported. A JSON object over
+    several lines is a row.
+    """
+    if path.stat().st_size > _LARGEST_METADATA:
+        return True
     try:
-        content = json.loads(path.read_bytes())
+        first = next(rows_of_file(path, None), None)
+        return first is not None and _is_data(content_of(first), column)
     except (ValueError, RecursionError):
-        return False
-    if not isinstance(content, dict) or is_row(content):
-        return False
-    first = [items[0] for items in content.values() if isinstance(items, list) and items]
-    return not any(map(is_row, first))
+        return True
+    except VexportError:
+        return _is_broken(path, column)
+
+
+def _is_broken(path: Path, column: str | None) -> bool:
+    """Return False if an unreadable file is a JSON object over several lines without text."""
+    if path.suffix.lower() != ".json":
+        return True
+    try:
+        return _is_data(json.loads(path.read_bytes()), column)
+    except (OSError, ValueError, RecursionError):
+        return True
+
+
+def _is_data(content: object, column: str | None) -> bool:
+    """Return True if a value is a row, a broken row, or an object with a list of rows."""
+    if is_row(content, column):
+        return True
+    lists = content.values() if isinstance(content, Mapping) else ()
+    return any(
+        isinstance(items, list) and bool(items) and is_row(items[0], column) for items in lists
+    )
 
 
 def _of_split(files: Sequence[Path], folder: Path, split: str | None) -> Sequence[Path]:

@@ -137,10 +137,10 @@ def read_row(raw: object, column: str | None) -> Row:
     return row
 
 
-def is_row(raw: object) -> bool:
+def is_row(raw: object, column: str | None = None) -> bool:
     """Return True if a value has a known form of a row, even if the row is broken."""
     try:
-        read_row(raw, None)
+        read_row(raw, column)
     except UnknownFormError:
         return False
     except ValueError:

@@ -1,0 +1,409 @@
+"""Read rows of calibration data from files, lazily."""
+
+import glob
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from vexport.calibration.rows import key_of_rows
+from vexport.calibration.splits import TEXT, choose_split, data_suffix, mentions_split
+from vexport.checkpoint.source import COMPRESSED
+from vexport.errors import InputError, first_line, require_working_disk
+from vexport.errors.extras import require_extra
+from vexport.files import require_fetched
+from vexport.foreign import LONGEST_LINE
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow  # type: ignore[import-untyped]
+    from _typeshed import WriteableBuffer
+
+# Limit in bytes for a file that is a JSON list. A line or paragraph has at most LONGEST_LINE bytes.
+# Without limits, a device file would be read forever.
+LARGEST_LIST = 1 << 30
+# Compressed data may expand to EXPANSION times the size of its file, and FREE_EXPANSION bytes. Text
+# expands to less than that, and a small file that expands without end is refused.
+EXPANSION, FREE_EXPANSION = 100, 1 << 24
+# Separators of tables.
+_TABLES: Mapping[str, str] = {".csv": ",", ".tsv": "\t"}
+ARROW = ".arrow"
+PARQUET = ".parquet"
+BATCH_ROWS = 64
+# Matches the first key of a JSON object if its value is a list of objects.
+_FIRST_LIST = re.compile(rb'\{\s*"([^"]+)"\s*:\s*\[\s*[\[{]')
+# Number of bytes read from the start of a file to detect its format, and maximum number of bytes
+# parsed to detect a JSON object that spans several lines.
+HEADER_BYTES, PARSED_BYTES = 4096, 1 << 26
+# Signatures of other file formats, with their names and what to do about them.
+_SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
+    (b"PAR1", "a parquet file", "name it .parquet"),
+    (b"\x1f\x8b", "a gzip file", "name it .jsonl.gz"),
+    (b"PK\x03\x04", "a zip archive", "unpack it"),
+    (b"ARROW1", "an Arrow file", "name it .arrow"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file", "name it .jsonl.zst"),
+    (b"%PDF", "a PDF", "extract its text"),
+)
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+# Control characters that do not occur in text.
+_CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawRow:
+    """An unparsed row: its place for messages, its number (from 1), and its content.
+
+    `content` is a line of JSON, or a parsed record. `continues_previous` is True for paragraphs of
+    a text file after the first paragraph.
+    """
+
+    place: str
+    number: int
+    content: bytes | object
+    continues_previous: bool = False
+
+
+def rows_of_file(path: Path, split: str | None) -> Iterator[RawRow]:
+    require_fetched([path])
+    suffix = data_suffix(path)
+    if suffix in (PARQUET, ARROW, *_TABLES):
+        _require_plain(path, suffix)
+        yield from _rows_of_parquet(path) if suffix == PARQUET else _rows_of_table(path, suffix)
+        return
+    try:
+        with _open_file(path) as stream:
+            _require_text(path, stream.peek(HEADER_BYTES)[:HEADER_BYTES])
+            if suffix in TEXT:
+                yield from _paragraphs(path, stream)
+            else:
+                yield from _rows_of_json(path, stream, split)
+    except OSError as error:
+        require_working_disk(error, path)
+        reason = (
+            "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror or error)
+        )
+        raise InputError(
+            str(path), got=reason, need="a readable file", fix="check the path"
+        ) from None
+
+
+def _require_plain(path: Path, suffix: str) -> None:
+    """Raise InputError for a compressed file in a format that is only read uncompressed."""
+    if path.suffix.lower() in COMPRESSED:
+        got, need = f"a compressed {suffix} file", f"a plain {suffix} file"
+        raise InputError(str(path), got=got, need=need, fix=f"unpack {path.name}")
+
+
+def _open_file(path: Path) -> io.BufferedReader:
+    suffix = path.suffix.lower()
+    if suffix not in COMPRESSED:
+        return path.open("rb")
+    if suffix == ".gz":
+        stream = gzip.GzipFile(path)
+    else:
+        require_extra("pyarrow", "reading .zst")
+        import pyarrow
+
+        stream = pyarrow.input_stream(str(path), compression="zstd", buffer_size=HEADER_BYTES)
+    return io.BufferedReader(_Expanding(path, stream))
+
+
+class _Expanding(io.RawIOBase):
+    """Stream of a compressed file. Raises InputError if the file expands to far more than text."""
+
+    def __init__(self, path: Path, stream: "gzip.GzipFile | pyarrow.NativeFile") -> None:
+        self._path = path
+        self._stream = stream
+        self._left = EXPANSION * path.stat().st_size + FREE_EXPANSION
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        """Read bytes into a buffer and return their number."""
+        view = memoryview(buffer)
+        try:
+            data = self._stream.read(len(view))
+        except (EOFError, zlib.error) as error:
+            raise OSError(f"broken gzip data: {error}") from error
+        self._left -= len(data)
+        if self._left < 0:
+            raise InputError(
+                str(self._path),
+                got=f"a file that expands to more than {EXPANSION} times its size",
+                need="compressed text",
+                fix="unpack it and check its content",
+            )
+        view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Close the stream."""
+        self._stream.close()
+        super().close()
+
+
+def _rows_of_json(path: Path, stream: io.BufferedReader, split: str | None) -> Iterator[RawRow]:
+    """Yield the rows of a file with JSON lines, with a list of objects, or with lists by split."""
+    start = stream.peek(HEADER_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start[:1] == b"[":
+        yield from _rows_of_list(path, _parsed(path, stream))
+        return
+    first_key = _FIRST_LIST.match(start)
+    if first_key is not None and mentions_split(first_key[1].decode(errors="replace")):
+        yield from _rows_of_splits(path, _parsed(path, stream), split)
+        return
+    is_first = True
+    for number, line in _lines(path, stream):
+        if not line.strip():
+            continue
+        if is_first:
+            _require_json_lines(path, line)
+            is_first = False
+        yield RawRow(place=line_place(path, number), number=number, content=line)
+
+
+def _require_json_lines(path: Path, first: bytes) -> None:
+    """Raise InputError if the first line is not JSON but starts a JSON object of several lines."""
+    try:
+        json.loads(first)
+        return
+    except UnicodeDecodeError as error:
+        raise encoding_error(str(path), error) from None
+    except (ValueError, RecursionError):
+        if first.removeprefix(b"\xef\xbb\xbf").strip()[:1] != b"{":
+            return
+    with _open_file(path) as stream:
+        text = stream.read(PARSED_BYTES).decode("utf-8-sig", errors="replace")
+    try:
+        value, end = json.JSONDecoder().raw_decode(text.lstrip())
+    except (ValueError, RecursionError):
+        return
+    rest = text.lstrip()[end:].strip()
+    got = "a JSON object that spans several lines"
+    fix = f"write one row per line: `jq -c . {path.name}`"
+    key = None if rest else key_of_rows(value)
+    if key is not None:
+        got = f"one JSON object with a list of {len(value[key]):,} objects under the key {key}"
+        fix = f"write one row per line: `jq -c '.{key}[]' {path.name}`"
+    raise InputError(str(path), got=got, need="JSON lines, or one JSON list of objects", fix=fix)
+
+
+def _require_text(path: Path, start: bytes) -> None:
+    """Raise a single InputError for the file if it does not begin like text in UTF-8."""
+    need = "text in UTF-8: JSON lines, a JSON list or plain text; or parquet"
+    for signature, got, fix in _SIGNATURES:
+        if start.startswith(signature):
+            raise InputError(str(path), got=got, need=need, fix=fix)
+    odd, even = start[1::2].count(0), start[::2].count(0)
+    half = len(start) // 2
+    if start.startswith(_UTF16) or (half and max(odd, even) > 0.4 * half > 5 * min(odd, even)):
+        fix = f"convert it: `iconv -f utf-16 -t utf-8 {path.name}`"
+        raise InputError(str(path), got="text in UTF-16", need=need, fix=fix)
+    if start.translate(None, _CONTROLS) != start:
+        is_tensors = start[8:9] == b"{" and 0 in start[:8]
+        got = "a safetensors file" if is_tensors else "a binary file"
+        raise InputError(str(path), got=got, need=need, fix="name the file with the text")
+
+
+def line_place(path: Path, number: int) -> str:
+    """Return the place of a line for messages. Lines are counted from 1."""
+    return f"{path}: line {number}"
+
+
+def json_problem(error: ValueError | RecursionError) -> str:
+    """Describe JSON that cannot be parsed."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"invalid JSON, column {error.colno} ({error.msg})"
+    return "JSON nested too deeply" if isinstance(error, RecursionError) else first_line(error)
+
+
+def encoding_error(place: str, error: UnicodeDecodeError) -> InputError:
+    """Return the error for a text that is not UTF-8. The error names the probable encoding."""
+    byte = error.object[error.start]
+    encoding = "text that is not UTF-8"
+    fix = "convert the file to UTF-8"
+    if _looks_like_latin1(error.object):
+        encoding = "text in Latin-1 (or Windows-1252)"
+        fix = "convert the file: `iconv -f latin1 -t utf-8`"
+    got = f"{encoding}: byte 0x{byte:02x} at position {error.start}"
+    return InputError(place, got=got, need="text in UTF-8", fix=fix)
+
+
+def _looks_like_latin1(text: bytes) -> bool:
+    """Return True if a text looks like Latin-1.
+
+    Such a text has few bytes beyond ASCII, most of them are letters, and none are valid UTF-8.
+    """
+    high = [byte for byte in text if byte >= 0x80]
+    letters = sum(byte >= 0xC0 for byte in high)
+    has_utf8 = any(
+        character > "\x7f" and character != "\ufffd"
+        for character in text.decode("utf-8", "replace")
+    )
+    return not has_utf8 and 5 * len(high) <= 2 * len(text) and 2 * letters >= len(high)
+
+
+def _lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    while line := stream.readline(LONGEST_LINE):
+        number += 1
+        if len(line) == LONGEST_LINE:
+            need = f"rows of at most {LONGEST_LINE >> 20} MB"
+            place = line_place(path, number)
+            raise InputError(place, got="a longer row", need=need, fix="split the row")
+        yield number, line
+
+
+def _parsed(path: Path, stream: BinaryIO) -> object:
+    """Return the content of a JSON file that is not JSON lines."""
+    text = stream.read(LARGEST_LIST + 1)
+    if len(text) > LARGEST_LIST:
+        need = f"a JSON list of at most {LARGEST_LIST >> 20} MB"
+        raise InputError(str(path), got="a larger file", need=need, fix="write JSON lines")
+    try:
+        return json.loads(text)
+    except UnicodeDecodeError as error:
+        raise encoding_error(str(path), error) from None
+    except (ValueError, RecursionError) as error:
+        need = "a JSON list of objects, or JSON lines"
+        line = error.lineno if isinstance(error, json.JSONDecodeError) else None
+        place = str(path) if line is None else line_place(path, line)
+        raise InputError(
+            place, got=json_problem(error), need=need, fix="correct the file"
+        ) from None
+
+
+def _rows_of_list(path: Path, items: object) -> Iterator[RawRow]:
+    for number, item in enumerate(items if isinstance(items, list) else [], start=1):
+        yield RawRow(place=f"{path}: item {number}", number=number, content=item)
+
+
+def _rows_of_splits(path: Path, content: object, split: str | None) -> Iterator[RawRow]:
+    """Yield the rows of a split of a JSON object that has a list of rows for each split."""
+    splits = content if isinstance(content, Mapping) else {}
+    lists = {name: rows for name, rows in splits.items() if isinstance(rows, list)}
+    name = choose_split(lists, split, str(path))
+    for number, item in enumerate(lists[name], start=1):
+        yield RawRow(place=f"{path}: {name}: item {number}", number=number, content=item)
+
+
+def _paragraphs(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
+    """Yield the paragraphs of a text, each with the blank line after it.
+
+    A paragraph longer than LONGEST_LINE is yielded in parts.
+    """
+    lines, number, size, has_text, first = list[bytes](), 0, 0, False, True
+    for number, line in _lines(path, stream):
+        lines.append(line)
+        size, has_text = size + len(line), has_text or bool(line.strip())
+        if has_text and (not line.strip() or size >= LONGEST_LINE):
+            yield _paragraph(path, number, lines, first=first)
+            lines, size, has_text, first = [], 0, False, False
+    if has_text:
+        yield _paragraph(path, number, lines, first=first)
+
+
+def _paragraph(path: Path, number: int, lines: list[bytes], *, first: bool) -> RawRow:
+    try:
+        text = b"".join(lines).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise encoding_error(line_place(path, number), error) from None
+    return RawRow(
+        place=line_place(path, number),
+        number=number,
+        content={"text": text},
+        continues_previous=not first,
+    )
+
+
+def _rows_of_parquet(path: Path) -> Iterator[RawRow]:
+    require_extra("pyarrow", "reading parquet")
+    import pyarrow
+    import pyarrow.parquet as parquet  # type: ignore[import-untyped]
+
+    try:
+        with closing(parquet.ParquetFile(path)) as file:
+            number = 0
+            for batch in file.iter_batches(batch_size=BATCH_ROWS):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield RawRow(place=f"{path}: row {number}", number=number, content=record)
+    except (pyarrow.ArrowException, OSError) as error:
+        need = "a valid parquet file"
+        raise InputError(
+            str(path), got=first_line(error), need=need, fix="check the file"
+        ) from None
+
+
+def _rows_of_table(path: Path, suffix: str) -> Iterator[RawRow]:
+    """Yield the rows of a file that `datasets` reads, without a copy in its cache.
+
+    All values of CSV and TSV are text.
+    """
+    require_extra("datasets", f"reading {suffix}")
+    import datasets
+    import pandas  # type: ignore[import-untyped]
+
+    kind, options = "arrow", dict[str, object]()
+    try:
+        if separator := _TABLES.get(suffix):
+            columns = pandas.read_csv(path, sep=separator, nrows=0, dtype=str).columns
+            texts = datasets.Features({name: datasets.Value("string") for name in columns})
+            kind = "csv"
+            options = {"sep": separator, "na_filter": False, "features": texts}
+        files = [glob.escape(str(path))]
+        stream = datasets.load_dataset(
+            kind, data_files=files, split="train", streaming=True, **options
+        )
+        yield from rows_of_batches(path, stream)
+    except GeneratorExit:
+        raise
+    except Exception as error:
+        raise _unreadable(path, error, f"a {suffix} file") from None
+
+
+def rows_of_saved(folder: Path) -> Iterator[RawRow]:
+    """Yield the rows of a split that `datasets.save_to_disk` wrote. They stay on the disk."""
+    require_extra("datasets", "reading a saved data set")
+    import datasets
+
+    try:
+        yield from rows_of_batches(folder, datasets.load_from_disk(str(folder)))
+    except GeneratorExit:
+        raise
+    except Exception as error:
+        raise _unreadable(folder, error, "a saved data set") from None
+
+
+def rows_of_batches(
+    path: Path, rows: "datasets.Dataset | datasets.IterableDataset"
+) -> Iterator[RawRow]:
+    """Yield rows as they are stored: pictures and sound are not decoded."""
+    number = 0
+    for batch in rows.with_format("arrow").iter(batch_size=BATCH_ROWS):
+        for record in batch.to_pylist():
+            number += 1
+            yield RawRow(place=f"{path}: row {number}", number=number, content=record)
+
+
+def _unreadable(path: Path, error: Exception, what: str) -> InputError:
+    need = f"{what} that the package `datasets` can read"
+    return InputError(str(path), got=first_line(error), need=need, fix="check the file")
+
+
+def content_of(raw: RawRow) -> object:
+    """Return the parsed JSON of a line, or a record unchanged.
+
+    Raises ValueError, and RecursionError for JSON nested too deeply.
+    """
+    if not isinstance(raw.content, bytes):
+        return raw.content
+    return json.loads(raw.content.rstrip(b"\r\n"))
