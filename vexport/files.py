@@ -172,7 +172,8 @@ def read_json(path: Path) -> Json:
             fix="correct or restore the file",
         ) from None
     except (ValueError, RecursionError) as error:
-        got = f"broken JSON ({error})"
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        got = f"broken JSON ({reason})"
         raise InputError(
             str(path), got=got, need="valid JSON", fix="correct or restore the file"
         ) from None

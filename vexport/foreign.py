@@ -28,6 +28,7 @@ A verdict computes third powers of the scores of all documents, and a float ends
 FIX = "restore the file, or evaluate again"
 # Most levels of lists and objects in a row. Python's own limit depends on the caller.
 _MOST_LEVELS = 100
+_TOO_DEEP = f"more than {_MOST_LEVELS} levels of lists and objects"
 # Most digits of a number that is parsed. Longer numbers are beyond a float's range.
 _MOST_DIGITS = 400
 _WHOLE = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -83,9 +84,10 @@ def json_object(content: bytes, where: str, need: str) -> dict[str, Json]:
         return found
 
     try:
-        value: Json = json.loads(content, parse_int=_parsed_number, object_pairs_hook=fields)
+        value: Json = json.loads(content, parse_int=parsed_number, object_pairs_hook=fields)
     except (ValueError, RecursionError) as error:
-        got = f"broken JSON ({error})"
+        is_deep = isinstance(error, RecursionError)
+        got = _TOO_DEEP if is_deep else f"broken JSON ({error})"
         raise InputError(where, got=got, need=need, fix=FIX) from None
     if not isinstance(value, dict):
         got = f"{json_type(value)} instead of an object"
@@ -93,8 +95,7 @@ def json_object(content: bytes, where: str, need: str) -> dict[str, Json]:
     if doubled:  # of the whole row, whose object is complete last
         raise InputError(where, got=f"{shown(doubled, 100)} twice", need="each field once", fix=FIX)
     if content.count(b"[") + content.count(b"{") > _MOST_LEVELS and _is_deep(value):
-        got = f"more than {_MOST_LEVELS} levels of lists and objects"
-        raise InputError(where, got=got, need=need, fix=FIX)
+        raise InputError(where, got=_TOO_DEEP, need=need, fix=FIX)
     if _SURROGATES.search(content):
         cleaned = _cleaned(value)
         assert isinstance(cleaned, dict)
@@ -102,7 +103,7 @@ def json_object(content: bytes, where: str, need: str) -> dict[str, Json]:
     return value
 
 
-def _parsed_number(digits: str) -> int | float:
+def parsed_number(digits: str) -> int | float:
     """Return a whole number, or an infinite number for one that no float is close to."""
     if len(digits) <= _MOST_DIGITS:
         return int(digits)

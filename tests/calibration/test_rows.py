@@ -552,3 +552,19 @@ def test_short_text_is_noted_before_it_runs(tmp_path: Path) -> None:
     assert ran.code == 0, ran.stderr
     note = ran.stderr.index("of calibration text are too few")
     assert note < ran.stderr.index("calibrate")
+
+
+def test_long_numbers_and_half_characters(tmp_path: Path) -> None:
+    """Values that Python or the tokenizer cannot read are usable, or one plain sentence."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "4 + 5", "id": ' + "7" * 5000 + "}\n")
+    assert len(read(file).rows) == 1
+    file.write_text('{"input_ids": [1, ' + "7" * 5000 + "]}\n")
+    with assert_raises(InputError, "line 1", "input_ids that are not a list of integers"):
+        read(file)
+    for text in ("4 \\ud83d 5", "4 \\udc00"):
+        file.write_text(f'{{"text": "{text}"}}\n')
+        with assert_raises(InputError, "line 1", "half of a surrogate pair"):
+            read(file)
+    file.write_text('{"text": "4 \\ud83d\\ude00 5"}\n')
+    assert len(read(file).rows) == 1

@@ -10,6 +10,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
 
+from vexport import foreign
 from vexport.calibration.conversations import (
     CALLS,
     RESULTS,
@@ -590,6 +591,8 @@ class _Reader:
         return frozenset(_media_ids(read_json_object(config))) if config.is_file() else frozenset()
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if foreign.text(text) != text:
+            raise ValueError("a text with half of a surrogate pair, which is no character")
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:

@@ -18,7 +18,7 @@ from vexport.checkpoint.source import COMPRESSED
 from vexport.errors import InputError, first_line, require_working_disk
 from vexport.errors.extras import require_extra
 from vexport.files import require_fetched
-from vexport.foreign import LONGEST_LINE
+from vexport.foreign import LONGEST_LINE, parsed_number
 
 if TYPE_CHECKING:
     import datasets
@@ -173,7 +173,7 @@ def _rows_of_json(path: Path, stream: io.BufferedReader, split: str | None) -> I
 def _require_json_lines(path: Path, first: bytes) -> None:
     """Raise InputError if the first line is not JSON but starts a JSON object of several lines."""
     try:
-        json.loads(first)
+        json.loads(first, parse_int=parsed_number)
         return
     except UnicodeDecodeError as error:
         raise encoding_error(str(path), error) from None
@@ -269,7 +269,7 @@ def _parsed(path: Path, stream: BinaryIO) -> object:
         need = f"a JSON list of at most {LARGEST_LIST >> 20} MB"
         raise InputError(str(path), got="a larger file", need=need, fix="write JSON lines")
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=parsed_number)
     except UnicodeDecodeError as error:
         raise encoding_error(str(path), error) from None
     except (ValueError, RecursionError) as error:
@@ -406,4 +406,4 @@ def content_of(raw: RawRow) -> object:
     """
     if not isinstance(raw.content, bytes):
         return raw.content
-    return json.loads(raw.content.rstrip(b"\r\n"))
+    return json.loads(raw.content.rstrip(b"\r\n"), parse_int=parsed_number)

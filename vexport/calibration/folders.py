@@ -21,6 +21,7 @@ from vexport.calibration.splits import (
 from vexport.checkpoint.source import SUFFIXES, parse_data
 from vexport.errors import InputError, VexportError
 from vexport.files import read_json_object
+from vexport.foreign import parsed_number
 from vexport.records import CalibrationData
 from vexport.records.values import join_limited, plural
 
@@ -150,7 +151,7 @@ def _is_broken(path: Path, column: str | None) -> bool:
     if path.suffix.lower() != ".json":
         return True
     try:
-        return _is_data(json.loads(path.read_bytes()), column)
+        return _is_data(json.loads(path.read_bytes(), parse_int=parsed_number), column)
     except (OSError, ValueError, RecursionError):
         return True
 
