@@ -14,7 +14,7 @@ from tests.calibration.test_rows import read, write_rows
 from tests.command import ROOT
 from tests.inference.replying import sending_raw
 from tests.inference.test_endpoint_limits import FLOODS
-from vexport.calibration import data, sources
+from vexport.calibration import data, file_rows
 from vexport.checkpoint.index import MAX_HEADER_BYTES, read_header
 from vexport.cli.entry import MAX_CHARACTERS, MAX_LINES
 from vexport.engine import process
@@ -61,7 +61,7 @@ def test_limits_equal_code() -> None:
         f"{LONGEST_LINE >> 20} MB each",
         f"{LONGEST_LINE >> 20} MB a line of JSON",
         f"{LARGEST_CONTENT >> 30} GB of rows in a parquet file",
-        f"a file that is one JSON list {sources.LARGEST_LIST >> 30} GB",
+        f"a file that is one JSON list {file_rows.LARGEST_LIST >> 30} GB",
         f"after {data.MAX_BROKEN_ROWS} broken rows",
         f"after {data.MAX_MULTIMODAL_ROWS:,} rows with images",
         f"{MAX_CHARACTERS} characters a line, {MAX_LINES} lines",
@@ -111,7 +111,7 @@ def test_row_length_is_limited(tmp_path: Path) -> None:
 
 
 def test_list_size_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "LARGEST_LIST", 1 << 20)
+    monkeypatch.setattr(file_rows, "LARGEST_LIST", 1 << 20)
     file = tmp_path / "rows.json"
     file.write_text(json.dumps([{"text": "one plus two " * 100_000}]))
     with pytest.raises(InputError, match="a JSON list of at most 1 MB"):
