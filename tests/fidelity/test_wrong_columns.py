@@ -117,6 +117,23 @@ def test_messages_name_columns_and_causes(damaged: Good, source: Path) -> None:
     assert "GPTQ zeroed inputs that are always zero" in erased
 
 
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W8A16"])
+def test_scaled_columns_are_warnings(source: Path, tmp_path: Path, scheme: str) -> None:
+    """A refit scales columns, but not as much as to be this far above rounding."""
+    layer = LAYER.format(1, "self_attn.o_proj")
+
+    def scale_columns(weight: torch.Tensor) -> torch.Tensor:
+        weight[:, 9] *= 1.4
+        weight[:, 130] *= 0.55
+        return weight
+
+    changed = spoiled(source, tmp_path / "changed", put(f"{layer}.weight", scale_columns))
+    found = findings(quantize(changed, tmp_path / "out", scheme), "--source", source)
+    (warning,) = (each for each in found if each["where"] == layer)
+    assert (warning["severity"], warning["claim"]) == ("warning", "values")
+    assert "2 of 256 columns (first column 9) scaled (projection 1.40" in warning["got"]
+
+
 @pytest.mark.parametrize("rounding", ["gptq", "refit"])
 def test_wrong_columns_are_found_after_gptq(
     source: Path, damaged_source: Path, tmp_path: Path, rounding: str
@@ -150,7 +167,7 @@ def test_column_of_stacked_expert_is_found() -> None:
         (sums.product, source * stored),
     ):
         sums.add(part, values, rows)
-    (fault,) = sums.faults(sums.zeros)
+    ((fault,), _) = sums.faults(sums.zeros)
     assert "1 of 128 columns (first column 17, rows 192 to 255)" in fault
 
 

@@ -85,18 +85,22 @@ class ColumnSums:
                 weights = self._weights[low:high]
                 sums[segment] += weights @ values[low - rows.start : high - rows.start]
 
-    def faults(self, rounding_on_grid: Callable[[], torch.Tensor]) -> tuple[str, ...]:
-        """Return the columns that rounding cannot explain, as noun phrases for a message.
+    def faults(
+        self, rounding_on_grid: Callable[[], torch.Tensor]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the columns that rounding cannot explain, and the columns that are only scaled.
 
-        `rounding_on_grid` computes the error power (segments, in) of rounding the source to nearest
-        with the stored scales. It is only called for doubtful columns.
+        Both are noun phrases for a message. `rounding_on_grid` computes the error power (segments,
+        in) of rounding the source to nearest with the stored scales. It is only called for doubtful
+        columns.
         """
         ratio = self._ratio()
-        zero, wrong = self._judged(self.rounding, ratio)
-        if not bool((zero | wrong).any()):
-            return ()
-        zero, wrong = self._judged(torch.maximum(self.rounding, rounding_on_grid()), ratio)
-        return (*self._zero_columns(zero), *self._wrong_columns(wrong))
+        judged = self._judged(self.rounding, ratio)
+        if not any(bool(found.any()) for found in judged):
+            return (), ()
+        zero, wrong, scaled = self._judged(torch.maximum(self.rounding, rounding_on_grid()), ratio)
+        faults = (*self._zero_columns(zero), *self._unlike_columns(wrong, "unlike the source's"))
+        return faults, tuple(self._unlike_columns(scaled, "scaled"))
 
     def _ratio(self) -> float:
         """Return the median ratio of the columns' error power to rounding's, within limits."""
@@ -106,8 +110,12 @@ class ColumnSums:
         ratio = float((self.error[rounded] / self.rounding[rounded]).median())
         return min(max(ratio, 1.0), MAX_RATIO)
 
-    def _judged(self, rounding: torch.Tensor, ratio: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which columns are zero, and which differ from the source's: bool (segments, in).
+    def _judged(
+        self, rounding: torch.Tensor, ratio: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return which columns are zero, which differ from the source's, and which are only scaled.
+
+        All are bool (segments, in).
 
         The noise of a sound column comes from rounding the column and, with GPTQ, from rounding
         other columns. Its chance correlation with the source's column has a standard deviation that
@@ -128,8 +136,9 @@ class ColumnSums:
         unlike = torch.where(least > 0, unlike, cosine < TURNED_AROUND)
         unlike |= projection - chance > LARGEST_PROJECTION
         unlike &= (self.source > 0) & ~zero
-        far = self._unaligned_error() > LARGEST_ERROR * noise
-        return zero & (rounding <= KEPT_NOISE * self.source), unlike | far
+        wrong = unlike | (self._unaligned_error() > LARGEST_ERROR * noise)
+        scaled = (self.error > LARGEST_ERROR * noise) & ~zero & ~wrong
+        return zero & (rounding <= KEPT_NOISE * self.source), wrong, scaled
 
     def _stored_power(self) -> torch.Tensor:
         return (self.error + 2 * self.product - self.source).clamp_min(0.0)
@@ -146,7 +155,7 @@ class ColumnSums:
                 f"zeroed inputs that are always zero)"
             )
 
-    def _wrong_columns(self, wrong: torch.Tensor) -> Iterator[str]:
+    def _unlike_columns(self, wrong: torch.Tensor, unlike: str) -> Iterator[str]:
         if not bool(wrong.any()):
             return
         first = int(wrong.any(dim=0).nonzero()[0])
@@ -158,7 +167,7 @@ class ColumnSums:
         projection = product / power if power else 0.0
         above = 10 * math.log10(error / max(rounding, TINY))
         yield (
-            f"{self._place(wrong)} unlike the source's (projection {projection:.2f}, error "
+            f"{self._place(wrong)} {unlike} (projection {projection:.2f}, error "
             f"{above:.1f} dB above rounding to nearest)"
         )
 

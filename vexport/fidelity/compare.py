@@ -55,6 +55,7 @@ def _compare_layers(
     ratios: dict[str, float] = {}
     smoothing = Factors(view, origins)
     faulty: list[tuple[StoredLayer, WeightComparison]] = []
+    scaled: list[Finding] = []
     for number, layer in enumerate(quantized):
         comparison = _compare(view, origins, layer)
         if isinstance(comparison, WeightComparison) and comparison.is_doubtful:
@@ -66,6 +67,8 @@ def _compare_layers(
             ratios[layer.name] = comparison.snr_db
             if comparison.faults:
                 faulty.append((layer, comparison))
+            elif comparison.scaled_columns:
+                scaled.append(_scaled_columns(layer, comparison))
         origins.release()
         on_layer(number + 1, len(quantized))
     # Computing the digests of all weights takes time, so it is only done if there are faults.
@@ -75,6 +78,7 @@ def _compare_layers(
         yield (
             _rounded_far(layer, comparison) if is_rounding else _different_weight(layer, comparison)
         )
+    yield from scaled
     yield from _factors(smoothing)
     names = {layer.name for layer in quantized}
     yield from tensor_findings(view, origins, names, smoothing.norms)
@@ -151,6 +155,14 @@ def _rounded_far(layer: StoredLayer, comparison: WeightComparison) -> Finding:
     expected = (
         f"an error as with rounding to nearest (an SQNR of about {comparison.rounding_db:.1f} dB)"
     )
+    return warning(SOURCE, layer.name, claim="values", expected=expected, got=got, fix=fix)
+
+
+def _scaled_columns(layer: StoredLayer, comparison: WeightComparison) -> Finding:
+    """Warn of columns that have another size than in the source. A refit can scale columns."""
+    expected = f"columns as in the source, with the error of rounding to {_stored_as(layer)}"
+    fix = "evaluate the checkpoint; if no refit scaled these columns, export the layer again"
+    got = "; ".join(comparison.scaled_columns)
     return warning(SOURCE, layer.name, claim="values", expected=expected, got=got, fix=fix)
 
 

@@ -100,7 +100,8 @@ class WeightComparison:
     weight. `spread` is the standard deviation of the parts' gains, and `plain_spread` is their
     standard deviation with plain rounding. `shift` is the share of the error that shifts whole
     parts. `parts` is the number of parts, and `wrong_parts` the number of parts with a wrong scale
-    or unrelated values. `columns` describes the wrong columns (`ColumnSums.faults`).
+    or unrelated values. `columns` describes the wrong columns, and `scaled_columns` the columns
+    that are only scaled (`ColumnSums.faults`).
     """
 
     snr_db: float
@@ -113,11 +114,13 @@ class WeightComparison:
     wrong_parts: int
     first_wrong_row: int
     columns: tuple[str, ...]
+    scaled_columns: tuple[str, ...]
 
     @property
     def is_doubtful(self) -> bool:
-        """True if there are faults, or if the error is clearly larger than plain rounding's."""
-        return self.rounding_db - self.snr_db > REFITTED_DB or bool(self.faults)
+        """True if there are faults, or if an error is clearly larger than plain rounding's."""
+        is_far = self.rounding_db - self.snr_db > REFITTED_DB
+        return is_far or bool(self.faults or self.scaled_columns)
 
     @property
     def is_same_weight(self) -> bool:
@@ -258,8 +261,9 @@ class _StoredWeight:
                 errors.append(weight[chosen].to(torch.float32) - source[chosen])
             return torch.cat(errors)
 
-        faults = columns.faults(rounding_on_grid)
-        return replace(_judged(parts, errors_of, self._shape[1]), columns=faults)
+        faults, scaled = columns.faults(rounding_on_grid)
+        judged = _judged(parts, errors_of, self._shape[1])
+        return replace(judged, columns=faults, scaled_columns=scaled)
 
     def column_factors(self, pieces: Pieces) -> torch.Tensor:
         """Return the ratio of each stored column to the source's column: float32 (in,)."""
@@ -434,6 +438,7 @@ def _judged(parts: Sequence[torch.Tensor], errors_of: ErrorsOf, columns: int) ->
         wrong_parts=int(wrong.sum()),
         first_wrong_row=int(rows[0]) if rows.numel() else 0,
         columns=(),
+        scaled_columns=(),
     )
 
 
