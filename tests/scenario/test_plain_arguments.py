@@ -57,26 +57,6 @@ PLAIN: dict[str, dict[str, JsonValue]] = {
             "kv_connector_extra_config": {"cpu_bytes_to_use": 1e9},
         }
     },
-    # A number, a truth value or nothing cannot name code.
-    "numbers in free objects": {
-        "hf_overrides": {
-            "num_experts_per_tok": 4,
-            "text_config": {
-                "rope_parameters": {"rope_type": "yarn", "factor": 2.0},
-                "layer_scales": [0.5, 1],
-                "use_cache": False,
-            },
-        },
-        "media_io_kwargs": {"video": {"num_frames": 8, "fps": None}},
-        "mm_processor_kwargs": {"do_resize": False, "images_kwargs": {"size": {"height": 64}}},
-        "compilation_config": {
-            "inductor_compile_config": {"max_autotune": True, "triton": {"cudagraphs": False}}
-        },
-        "model_loader_extra_config": {"concurrency": 4},
-        "additional_config": {"levels": [1, [2, None]], "is_fast": True},
-    },
-    "numbers as text": {"max_num_batched_tokens": "32k", "block_size": "16"},
-    "code that stays forbidden": {"trust-remote-code": False},
     "experts": {
         "enable-expert-parallel": True,
         "eplb_config": '{"window_size": 100, "policy": "default"}',
@@ -128,19 +108,6 @@ CODE: dict[str, dict[str, JsonValue]] = {
     # transformers receives these values beside its own.
     "mm_processor_kwargs.trust_remote_code": {"mm_processor_kwargs": {"trust_remote_code": True}},
     "hf_overrides.auto_map": {"hf_overrides": {"auto_map": {"AutoModel": "org/x--m.C"}}},
-    # Switches that permit code, or data from which code is loaded, at any depth.
-    "hf_overrides.vision_config": {"hf_overrides": {"vision_config": {"trust_remote_code": True}}},
-    "media_io_kwargs.video.allow_pickle": {"media_io_kwargs": {"video": {"allow_pickle": True}}},
-    "model_loader_extra_config.weights_only": {
-        "model_loader_extra_config": {"weights_only": False}
-    },
-    "compilation_config.inductor_compile_config.fx_graph_remote_cache": {
-        "compilation_config": {"inductor_compile_config": {"fx_graph_remote_cache": True}}
-    },
-    "hf_overrides.text_config": {"hf_overrides": {"text_config": {"auto_map": {"A": "x--m.C"}}}},
-    "hf_overrides.layers": {"hf_overrides": {"layers": [1, {"class": "evil.C"}]}},
-    "pt_load_map_location": {"pt_load_map_location": "evil"},
-    "max_num_batched_tokens": {"max_num_batched_tokens": "32kb"},
     "load_format": {"load_format": "theirs"},
     "worker_cls": {"worker-cls": "evil.Worker"},
     "a_later_argument": {"a_later_argument": True},
@@ -208,11 +175,6 @@ def test_message_names_fixed_values(llama: Path, tmp_path: Path) -> None:
     assert "dtype: got 'float23', need one of auto, half, float16" in ran.stderr
     ran = vexport("plan", scenario(tmp_path / "theirs", llama, {"blocksize": 23}))
     assert "need a setting of vLLM 0.32 (did you mean block_size?)" in ran.stderr
-
-
-def test_trust_in_remote_code_is_never_plain() -> None:
-    for value in (True, 1, "true"):
-        assert [*code_problems({"trust-remote-code": value}, PINNED)]
 
 
 def test_unrecorded_version_uses_newest() -> None:

@@ -1,10 +1,9 @@
 """Tell plain engine arguments from those that could make vLLM run Python code.
 
-A number, a truth value or nothing cannot name code, so it is plain in every field of vLLM and at
-any depth, unless the key's words say that it permits code (`_PERMISSION`). Text is plain if it is
-one of the fixed names of vLLM's field, a number of a numeric field, or allowed by `_SAFE`. All
-other text of a scenario needs `--trust-remote-code`: vLLM has too many fields that name a module, a
-file or a plugin to list them.
+An argument is plain if the type of vLLM's field allows only numbers, truth values, fixed names and
+containers of these, to any depth of nested config classes. Text is plain only in the fields of
+`_SAFE`. All other values of a scenario need `--trust-remote-code`: vLLM has too many fields that
+name a module, a file or a plugin to list them.
 """
 
 import ast
@@ -32,8 +31,7 @@ class _Safe(NamedTuple):
     """A type that replaces the type of vLLM's field, and the reason why its text is safe.
 
     The type is written as in scripts/engine_arguments.py. Text is plain if it matches `str` or
-    `Text[PATTERN]`. `{'key': T}` is an object in which only these keys may contain text, also in
-    objects inside it.
+    `Text[PATTERN]`. `{'key': T}` is an object with these keys only.
     """
 
     type: str
@@ -68,8 +66,20 @@ _SAFE: Mapping[str, _Safe] = {
         "list[int | Literal['cudagraph_capture_sizes']] | None", "the only text that vLLM accepts"
     ),
     "EngineArgs.hf_overrides": _Safe(
-        f"{{'rope_parameters': {_ROTARY}, 'rope_scaling': {_ROTARY}}}",
-        "the kind of rotary embeddings, which every config.json may set",
+        f"{{'rope_parameters': {_ROTARY}, 'rope_scaling': {_ROTARY}, 'rope_theta': int | float, "
+        "'max_position_embeddings': int, 'sliding_window': int | None}",
+        "sizes and numbers of rotary embeddings, which every config.json may set",
+    ),
+    "EngineArgs.mm_processor_kwargs": _Safe(
+        "{'min_pixels': int, 'max_pixels': int, 'num_crops': int, 'fps': float} | None",
+        "sizes of pictures and videos; other keys reach transformers",
+    ),
+    "EngineArgs.model_loader_extra_config": _Safe(
+        "{'enable_multithread_load': bool, 'num_threads': int}", "how files are read"
+    ),
+    "KVTransferConfig.kv_connector_extra_config": _Safe(
+        "{'num_cpu_blocks': int, 'cpu_bytes_to_use': float, 'block_size': int}",
+        "sizes of OffloadingConnector; other keys name modules, servers and files",
     ),
     "QuantizationConfigArgs.linear": _Safe("QuantSpec | str | None", "a name in vLLM's table"),
     "QuantizationConfigArgs.moe": _Safe("QuantSpec | str | None", "a name in vLLM's table"),
@@ -89,14 +99,12 @@ _SAFE: Mapping[str, _Safe] = {
         "Literal['cpu', 'cuda', 'xpu', 'hpu', 'tpu']", "the kind of device of a buffer"
     ),
 }
-# A fixed name that allows code: vLLM imports the class that `model` names.
-_NEVER: Mapping[str, JsonValue] = {"SpeculativeConfig.method": "custom_class"}
-# Words in the names of switches that allow code, or data from which code is loaded.
-_PERMISSION = re.compile("trust|remote|pickle|unsafe|insecure|dangerous", re.IGNORECASE)
-# A word in the names of switches that forbid pickled code.
-_PROTECTION = "weights_only"
-# Numbers as text, as vLLM reads them: 8192, 32k, 1.5M.
-_NUMBER = re.compile(r"\s*[+-]?[0-9]+(\.[0-9]+)?([kKmMgGtT]|e[+-]?[0-9]+)?\s*", re.ASCII)
+# Values that allow code, although the type of their field is plain.
+_NEVER: Mapping[str, JsonValue] = {
+    "EngineArgs.trust_remote_code": True,
+    # vLLM imports the class that `model` names.
+    "SpeculativeConfig.method": "custom_class",
+}
 _LONGEST_NEED = 200
 _NO_CODE = "a setting that cannot name code or files"
 
@@ -158,10 +166,6 @@ class _Judge:
         value = _content(value)
         if value in (None, "", [], {}):
             return
-        if isinstance(value, bool | int | float):
-            if _permits_code(keys, value):
-                yield CodeProblem(keys, value, _NO_CODE)
-            return
         found = [[*self._of_member(member, value, keys, is_safe)] for member in members]
         if all(found):
             yield from max(found, key=_precision)
@@ -179,41 +183,26 @@ class _Judge:
             case ast.Subscript(value=ast.Name(id="dict"), slice=ast.Tuple(elts=[_, item])), dict():
                 for key, entry in value.items():
                     yield from self._problems(item, entry, (*keys, key), is_safe=is_safe)
-            case ast.Dict() | ast.Name(id="Any"), dict() | list():
-                yield from self._of_free_object(kind, value, keys, is_safe)
+            case ast.Dict(), dict():
+                known = {ast.literal_eval(key): each for key, each in _entries(kind)}
+                for key, entry in value.items():
+                    if key not in known:
+                        yield CodeProblem((*keys, key), entry, _NO_CODE)
+                    else:
+                        yield from self._problems(known[key], entry, (*keys, key), is_safe=is_safe)
             case _ if not _is_plain(kind, value, is_safe):
                 yield CodeProblem(keys, value, _needed(kind))
 
-    def _of_free_object(
-        self,
-        kind: ast.expr,
-        value: dict[str, JsonValue] | list[JsonValue],
-        keys: tuple[str, ...],
-        is_safe: bool,
-    ) -> Iterator[CodeProblem]:
-        """Yield the problems of an object or list that vLLM does not validate.
-
-        `kind` is `Any`, or an object with the keys that may contain text. The content of any other
-        key is a single problem. All of `value` is a single problem if its type is `Any`.
-        """
-        known = _entries(kind) if isinstance(kind, ast.Dict) else {}
-        parts = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, entry in parts:
-            place = (*keys, str(key))
-            if key in known:
-                yield from self._problems(known[str(key)], entry, place, is_safe=is_safe)
-            elif any(self._problems(kind, entry, place, is_safe=is_safe)):
-                if not known:
-                    yield CodeProblem(keys, value, _NO_CODE)
-                    return
-                yield CodeProblem(place, entry, _NO_CODE)
-
 
 def _is_plain(kind: ast.expr, value: JsonValue, is_safe: bool) -> bool:
-    """Return True if a text has the type `kind`, and this type is plain."""
+    """Return True if a value without parts has the type `kind`, and this type is plain."""
     match kind:
-        case ast.Name(id="int" | "float"):
-            return isinstance(value, str) and _NUMBER.fullmatch(value) is not None
+        case ast.Name(id="bool"):
+            return isinstance(value, bool)
+        case ast.Name(id="int"):
+            return isinstance(value, int)
+        case ast.Name(id="float"):
+            return isinstance(value, int | float)
         case ast.Name(id="str"):
             return is_safe and isinstance(value, str)
         case ast.Subscript(value=ast.Name(id="Text"), slice=ast.Constant(value=str(pattern))):
@@ -222,17 +211,6 @@ def _is_plain(kind: ast.expr, value: JsonValue, is_safe: bool) -> bool:
             found = value.upper() if name == "Enum" and isinstance(value, str) else value
             return isinstance(found, str | int | float) and found in _names(kind)
     return False
-
-
-def _permits_code(keys: tuple[str, ...], value: float) -> bool:
-    """Return True if a switch or number permits code by the words of its key.
-
-    The number of an item in a list is no key.
-    """
-    name = next((key for key in reversed(keys) if not key.isdecimal()), "").replace("-", "_")
-    if _PROTECTION in name.lower():
-        return not value
-    return bool(value) and _PERMISSION.search(name) is not None
 
 
 def _needed(kind: ast.expr) -> str:
@@ -276,13 +254,10 @@ def _members(kind: ast.expr) -> Iterator[ast.expr]:
         yield kind
 
 
-def _entries(kind: ast.Dict) -> Mapping[str, ast.expr]:
-    """Return the types of an object's keys."""
-    return {
-        ast.literal_eval(key): value
-        for key, value in zip(kind.keys, kind.values, strict=True)
-        if key is not None
-    }
+def _entries(kind: ast.Dict) -> Iterator[tuple[ast.expr, ast.expr]]:
+    for key, value in zip(kind.keys, kind.values, strict=True):
+        assert key is not None
+        yield key, value
 
 
 def _names(kind: ast.expr) -> tuple[JsonValue, ...]:
