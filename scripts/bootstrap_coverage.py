@@ -18,10 +18,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from vexport.evaluation.aggregates import Table, tabulate
-from vexport.evaluation.corpus import compare_corpora
-from vexport.evaluation.metrics import AGGREGATIONS
+from vexport.judge.corpus import compare_corpora
 from vexport.records import Json
+from vexport.scores.aggregates import Table, tabulate
+from vexport.scores.metrics import AGGREGATIONS
 
 ALPHA = 0.05
 RESAMPLES = 1999

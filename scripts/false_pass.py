@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from vexport.evaluation.verdict import decide
+from vexport.judge.verdict import decide
 from vexport.records import Json
 from vexport.records.margins import MarginValue
 

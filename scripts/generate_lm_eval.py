@@ -1,4 +1,4 @@
-"""Write vexport/evaluation/generated/lm_eval.json: the arguments of lm-eval's model classes.
+"""Write vexport/scores/generated/lm_eval.json: the arguments of lm-eval's model classes.
 
 vexport compares the settings of results, and lm-eval records only the arguments that were given.
 Run it after a change of the pinned lm-eval: `python scripts/generate_lm_eval.py`.
@@ -18,7 +18,7 @@ from lm_eval.loggers.evaluation_tracker import GeneralConfigTracker
 from lm_eval.models import MODEL_MAPPING
 from tables import write_table
 
-TARGET = Path(__file__).parent.parent / "vexport" / "evaluation" / "generated" / "lm_eval.json"
+TARGET = Path(__file__).parent.parent / "vexport" / "scores" / "generated" / "lm_eval.json"
 
 
 def signature_of(model: type) -> dict[str, inspect.Parameter]:

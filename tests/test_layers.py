@@ -20,12 +20,13 @@ LAYERS = (
     {"plan", "checks"},
     {"quantize", "fidelity", "engine"},
     {"inference"},
-    {"repair", "evaluation", "reports"},
+    {"scores"},
+    {"repair", "judge", "reports"},
     {"run"},
     {"api"},
     {"cli"},
 )
-MOST_LAYERS = 12
+MOST_LAYERS = 14
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Packages that may be imported inside functions. The command line and checks import the code that
 # they run, and `reports/catalog.py` imports the data that `vexport list` shows. Code that needs
@@ -46,7 +47,7 @@ LATE_IMPORTS = {
     "formats": ("numpy", "vexport"),
     "numerics": ("torch",),
     "engine": ("vllm", "vexport"),
-    "evaluation": ("pyarrow", "sacrebleu"),
+    "scores": ("pyarrow", "sacrebleu"),
     "reports": ("huggingface_hub", "vexport"),
     "inference": ("vllm", "lm_eval", "datasets", "torch", "vexport"),
 }
@@ -174,7 +175,7 @@ def test_light_imports() -> None:
     }
     heavy = {"torch", "transformers", "compressed_tensors", "huggingface_hub", "safetensors"}
     assert not loaded_by("import vexport.quantize.job, vexport.reports.formatting") & heavy
-    assert not loaded_by("import vexport.run.directory, vexport.evaluation.verdict") & heavy
+    assert not loaded_by("import vexport.run.directory, vexport.judge.verdict") & heavy
 
 
 @pytest.mark.parametrize("command", ["", "check", "quantize", "eval", "run"])
@@ -191,7 +192,7 @@ def test_check_loads_no_torch() -> None:
     loaded = loaded_by("import vexport.checks, vexport.reports, vexport.cli.check")
     assert not loaded & {"torch", "transformers", "scipy", "vllm"}
     packages = {name.split(".")[1] for name in loaded if name.startswith("vexport.")}
-    assert not packages & {"plan", "scenario", "quantize", "evaluation", "repair", "run"}
+    assert not packages & {"plan", "scenario", "quantize", "scores", "judge", "repair", "run"}
     others = (
         "checkpoint.hub",
         "outputs.resumable",

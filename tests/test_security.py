@@ -19,13 +19,13 @@ from vexport.checkpoint.index import MAX_HEADER_BYTES, read_header
 from vexport.cli.entry import MAX_CHARACTERS, MAX_LINES
 from vexport.engine import process
 from vexport.errors import EnvironmentFault, InputError
-from vexport.evaluation.parquet_rows import LARGEST_CONTENT
 from vexport.foreign import LONGEST_LINE
 from vexport.inference.endpoint import server
 from vexport.inference.endpoint.server import Server
 from vexport.records import Endpoint
 from vexport.records.patterns import MOST_SECONDS
 from vexport.reports.findings import MAX_FOLLOWING
+from vexport.scores.parquet_rows import LARGEST_CONTENT
 
 PAGE = (ROOT / ".github" / "SECURITY.md").read_text(encoding="utf-8")
 NAMED_TESTS = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", PAGE)

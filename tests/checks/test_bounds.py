@@ -8,9 +8,9 @@ from shutil import copytree
 import pytest
 
 from tests.command import Ran, vexport
-from tests.evaluation.make import make_tasks
 from tests.models import Good
 from tests.mutations.edits import QUANTIZATION, WHOLE, Change, config, spoiled
+from tests.scores.make import make_tasks
 from tests.texts import assert_contains
 from vexport.errors import InputError
 from vexport.records import Json

@@ -18,12 +18,12 @@ from vexport.checkpoint.index import read_header, read_index
 from vexport.cli.entry import cli, default_map
 from vexport.config_files import load_toml
 from vexport.errors import VexportError
-from vexport.evaluation.accepted import accept_results, read_accepted
-from vexport.evaluation.accepted_settings import accepted_settings
-from vexport.evaluation.verdict import decide
 from vexport.files import from_json
 from vexport.inference.stored_responses import StoredResponses, answer_from_json
 from vexport.inference.tasks import resolve_tasks
+from vexport.judge.accepted import accept_results, read_accepted
+from vexport.judge.accepted_settings import accepted_settings
+from vexport.judge.verdict import decide
 from vexport.outputs.digests import listed_digests, recorded_digests
 from vexport.outputs.manifest import MANIFEST, recorded
 from vexport.reports import render

@@ -99,7 +99,13 @@ class Warm:
         if module.startswith("tests."):
             environment = _with_tests(environment)
         ours = python == sys.executable and module.startswith(
-            ("vexport.", "tests.evaluation.", "tests.inference.", "tests.engine.emulated")
+            (
+                "vexport.",
+                "tests.judge.",
+                "tests.scores.",
+                "tests.inference.",
+                "tests.engine.emulated",
+            )
         )
         if ours and (address := self._address(module, given)):
             client = str(Path(__file__).with_name("warm_client.py"))

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.evaluation.make import make_tasks, samples_file
 from tests.inference.in_vllm import Outcomes, Requests
 from tests.models import save_llama, write_tokenizer
+from tests.scores.make import make_tasks, samples_file
 from tests.texts import assert_contains
 from vexport.engine.messages import SessionRequest
 from vexport.engine.session import Worker
-from vexport.evaluation.results import read_results
-from vexport.evaluation.verdict import decide
 from vexport.inference.repeated import read_repeated
 from vexport.inference.tasks import resolve_tasks
+from vexport.judge.verdict import decide
 from vexport.records import LmEvalSettings, silent
+from vexport.scores.results import read_results
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.evaluation.make import SUMS, make_tasks
+from tests.scores.make import SUMS, make_tasks
 from tests.texts import assert_raises
 from vexport.engine.messages import SessionRequest
 from vexport.errors import InputError

@@ -13,8 +13,8 @@ import pytest
 from tests.command import Ran, vexport
 from tests.reports import sample
 from vexport.api import history
-from vexport.evaluation.accepted import Accepted, AcceptedTask, describe_accepted
 from vexport.files import to_json
+from vexport.judge.accepted import Accepted, AcceptedTask, describe_accepted
 from vexport.records import (
     AcceptedBaseline,
     ComparedRun,

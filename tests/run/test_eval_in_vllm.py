@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.command import vexport
-from tests.evaluation.faults import DEMO, with_unequal_global_scales
+from tests.judge.faults import DEMO, with_unequal_global_scales
 from tests.models import quantize
 from vexport.inference.endpoint.server import API_KEY
 

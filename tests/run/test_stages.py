@@ -12,9 +12,9 @@ from shutil import copytree
 import pytest
 
 from tests.command import vexport
-from tests.evaluation.make import make_tasks
 from tests.models import save_llama, write_calibration
 from tests.quantize.test_streaming import write_model
+from tests.scores.make import make_tasks
 from tests.texts import assert_contains, assert_raises
 from vexport.checkpoint.index import folder_digest
 from vexport.errors import InputError

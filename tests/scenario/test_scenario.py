@@ -9,8 +9,8 @@ import lm_eval
 import pytest
 
 from tests.command import vexport
-from tests.evaluation.make import exact_power
 from tests.models import save_llama
+from tests.scores.make import exact_power
 from tests.texts import assert_contains
 from vexport.errors import InputError
 from vexport.quantize.auto import plan_scenario

@@ -6,7 +6,7 @@ from pathlib import Path
 from vexport.api.common import Name, OnNote, OnProblem, named, python_warning
 from vexport.api.engine import Engine
 from vexport.engine.installed import installed_version
-from vexport.evaluation.accepted_settings import CompletedSettings, with_accepted_settings
+from vexport.judge.accepted_settings import CompletedSettings, with_accepted_settings
 from vexport.plan.source import require_trusted_scenario, with_default_text
 from vexport.records import (
     ComparedRun,

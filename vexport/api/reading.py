@@ -15,7 +15,7 @@ from vexport.reports.run_record import Report
 
 def _verdict(baseline_results: Name, results: Name, arguments: VerdictArguments) -> Verdict:
     """Compare two models' results, as `vexport verdict` does. Starts no model."""
-    from vexport.evaluation.verdict import decide
+    from vexport.judge.verdict import decide
 
     return decide(
         Path(baseline_results),

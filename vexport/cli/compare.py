@@ -196,10 +196,10 @@ def _compare_schemes(
 ) -> None:
     """Quantize and evaluate SOURCE in each scheme, and print the table of the runs."""
     from vexport.engine.session import require_engine
-    from vexport.evaluation.inputs import require_scenario_inputs, scenario_inputs
     from vexport.outputs.replaceable import NamedPath
     from vexport.reports import render_comparison
     from vexport.scenario import base_scenario
+    from vexport.scores.inputs import require_scenario_inputs, scenario_inputs
 
     _require_no_options_of_variants(schemes, interpreters, output)
     base = base_scenario(source, schemes[0], scenario_file)
@@ -273,9 +273,9 @@ def _compare_variants(
     `shared` are the settings of vLLM that all variants share.
     """
     from vexport.engine.session import require_engine
-    from vexport.evaluation.inputs import evaluation_inputs, require_inputs
     from vexport.outputs.replaceable import NamedPath
     from vexport.reports import render_variants
+    from vexport.scores.inputs import evaluation_inputs, require_inputs
 
     serve, others = _variants(scenario, interpreters)
     settings = _evaluate(scenario)

@@ -41,7 +41,7 @@ from vexport.cli.settings import given_settings, setting_options
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-    from vexport.evaluation.accepted_settings import CompletedSettings
+    from vexport.judge.accepted_settings import CompletedSettings
     from vexport.records import Verdict
     from vexport.run.eval_run import Evaluations
     from vexport.scenario import Evaluate
@@ -101,7 +101,7 @@ class ComparisonOptions:
 
 def _is_accepted(path: Path) -> bool:
     """Return True if the file is an accepted baseline."""
-    from vexport.evaluation.accepted import is_accepted
+    from vexport.judge.accepted import is_accepted
 
     return is_accepted(path)
 
@@ -187,8 +187,8 @@ def evaluate(
       Qwen/Qwen3-0.6B
     """
     from vexport.engine.session import require_engine
-    from vexport.evaluation.inputs import evaluation_inputs, require_inputs
     from vexport.outputs.replaceable import NamedPath
+    from vexport.scores.inputs import evaluation_inputs, require_inputs
 
     options = click.get_current_context().params
     comparison = comparison.consistent(options)
@@ -196,7 +196,7 @@ def evaluate(
     serve = session.serve(tp)
     completed: CompletedSettings | None = None
     if comparison.against is not None:
-        from vexport.evaluation.accepted_settings import with_accepted_settings
+        from vexport.judge.accepted_settings import with_accepted_settings
 
         completed = with_accepted_settings(keys, serve, comparison.against, command="eval")
         keys, serve = dict(completed.keys), completed.serve

@@ -145,9 +145,9 @@ def _plan_scenario(
     Raises UsageError if options repeat settings of the scenario.
     """
     from vexport.api import plan as api_plan
-    from vexport.evaluation.inputs import scenario_inputs
     from vexport.outputs.replaceable import NamedPath
     from vexport.scenario import read_scenario
+    from vexport.scores.inputs import scenario_inputs
 
     scenario = read_scenario(Path(source))
     folder = NamedPath(label="--run-dir", path=run_dir or scenario.run_dir)
@@ -317,7 +317,7 @@ def _print(
     evaluate, needed = scenario.evaluate if scenario else None, None
     margin = margin_of_shares(evaluate.margin) if evaluate else 0.0
     if evaluate and evaluate.tasks and margin > 0 and output.format_ != "json":
-        from vexport.evaluation.statistics import documents_for_power
+        from vexport.judge.statistics import documents_for_power
 
         needed = documents_for_power(margin, TYPICAL_DISAGREEMENT, evaluate.alpha)
     sm = gpu if gpu is None or isinstance(gpu, int) else gpu.sm

@@ -80,10 +80,10 @@ def run(
       vexport run SCENARIO.yaml --run-dir runs/nightly --format github
     """
     from vexport.engine.session import require_engine
-    from vexport.evaluation.inputs import require_scenario_inputs, scenario_inputs
     from vexport.outputs.replaceable import NamedPath
     from vexport.reports import render
     from vexport.scenario import read_scenario
+    from vexport.scores.inputs import require_scenario_inputs, scenario_inputs
 
     parsed = read_scenario(scenario)
     folder = run_dir or parsed.run_dir

@@ -2,7 +2,7 @@
 
 In vLLM's terms, an engine in a process of vexport is "offline inference", and a server is "online
 serving". This package supports both, and returns the same types for both. Therefore an engine can
-be compared with a server. `vexport.evaluation` computes results from the responses, and
+be compared with a server. `vexport.judge` computes results from the responses, and
 `vexport.engine` contains the process that runs vLLM.
 
 In the process of the command:

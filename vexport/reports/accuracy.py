@@ -265,7 +265,7 @@ def _reading(verdict: Verdict) -> doc.Details:
 def _reading_lines(verdict: Verdict) -> Iterator[str]:
     """Yield a sentence for each kind of number, and the method last.
 
-    Holm's correction is described in evaluation/verdict.py, `holm_levels`.
+    Holm's correction is described in judge/verdict.py, `holm_levels`.
     """
     level, tasks = _level(verdict.alpha), len(verdict.tasks)
     loss = accepted_loss(verdict)

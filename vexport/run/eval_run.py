@@ -15,24 +15,6 @@ from vexport.checkpoint.source import resolve_source
 from vexport.engine.arguments import require_arguments
 from vexport.errors import InputError
 from vexport.errors.extras import attempt_all
-from vexport.evaluation.accepted import (
-    accept_results,
-    accepted_scores_text,
-    choice_of,
-    lost_answers,
-    read_accepted,
-    require_writable,
-)
-from vexport.evaluation.accepted_settings import (
-    paths_to_store,
-    recovered_settings,
-    settings_to_store,
-)
-from vexport.evaluation.comparable_results import read_document_counts, require_comparable_results
-from vexport.evaluation.inputs import evaluation_inputs
-from vexport.evaluation.results import read_results
-from vexport.evaluation.task_settings import require_valid_against, require_valid_settings
-from vexport.evaluation.verdict import tasks_without_loss
 from vexport.files import user_path
 from vexport.inference.endpoint.server import is_url, require_address
 from vexport.inference.endpoint.tokenizer import tokenizer_of
@@ -40,6 +22,22 @@ from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.inference.requested_tasks import fetch_tasks, require_tasks
 from vexport.inference.result_files import is_results
 from vexport.inference.tasks import TaskMetrics, named_in_files
+from vexport.judge.accepted import (
+    accept_results,
+    accepted_scores_text,
+    choice_of,
+    lost_answers,
+    read_accepted,
+    require_writable,
+)
+from vexport.judge.accepted_settings import (
+    paths_to_store,
+    recovered_settings,
+    settings_to_store,
+)
+from vexport.judge.comparable_results import read_document_counts, require_comparable_results
+from vexport.judge.task_settings import require_valid_against, require_valid_settings
+from vexport.judge.verdict import tasks_without_loss
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.records import ComparedRun, Verdict
 from vexport.reports.run_record import Report
@@ -58,6 +56,8 @@ from vexport.run.stages.serving import (
     serve_candidate,
 )
 from vexport.scenario import Evaluate
+from vexport.scores.inputs import evaluation_inputs
+from vexport.scores.results import read_results
 
 OUTPUT_DIR = "--output-dir"
 

@@ -11,18 +11,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from vexport.errors import InputError, VexportError
-from vexport.evaluation.accepted import (
+from vexport.files import from_json, read_json_object, user_path
+from vexport.inference.fingerprint import ENDPOINT, MODEL, Fingerprint, read_fingerprint
+from vexport.inference.options import BASELINE, CANDIDATE
+from vexport.inference.result_files import result_files
+from vexport.judge.accepted import (
     Accepted,
     describe_accepted,
     is_accepted,
     read_accepted,
 )
-from vexport.evaluation.settings import device_of
-from vexport.evaluation.verdict import decide
-from vexport.files import from_json, read_json_object, user_path
-from vexport.inference.fingerprint import ENDPOINT, MODEL, Fingerprint, read_fingerprint
-from vexport.inference.options import BASELINE, CANDIDATE
-from vexport.inference.result_files import result_files
+from vexport.judge.verdict import decide
 from vexport.records import (
     AcceptedBaseline,
     ComparedRun,
@@ -40,6 +39,7 @@ from vexport.reports.run_record import Report
 from vexport.run.comparison import compared_run, reported_kl, worst_task
 from vexport.run.directory import REPORT_FILE, read_report
 from vexport.scenario import DEFAULT_ALPHA
+from vexport.scores.settings import device_of
 
 VLLM = "vllm"
 _REPORT_KIND = "vexport.report/"

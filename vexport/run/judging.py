@@ -4,12 +4,12 @@ import logging
 import time
 from dataclasses import replace
 
-from vexport.evaluation.attribution import NllRise, attribute
-from vexport.evaluation.held_out import decide_on_text
-from vexport.evaluation.verdict import decide
 from vexport.inference.answers import Answers, ServedSession
 from vexport.inference.fingerprint import read_fingerprint
 from vexport.inference.options import EngineOptions
+from vexport.judge.attribution import NllRise, attribute
+from vexport.judge.held_out import decide_on_text
+from vexport.judge.verdict import decide
 from vexport.records import Attribution, Outcome, Verdict, named
 from vexport.reports.formatting import outcome_line
 from vexport.run.directory import portable

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from vexport.evaluation.settings import changed_names, display_name, question_settings
 from vexport.inference.fingerprint import MODEL
 from vexport.records import (
     ComparedRun,
@@ -24,6 +23,7 @@ from vexport.records.values import join_limited, plural
 from vexport.reports.formatting import margin_text, measure_interval, measure_value, scale_of
 from vexport.run.comparison import mark_smallest
 from vexport.run.history import VLLM, Point, baseline_of
+from vexport.scores.settings import changed_names, display_name, question_settings
 
 # Maximum number of tasks or settings that a sentence names. Others are counted.
 MAX_NAMED = 3

@@ -11,12 +11,11 @@ from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, VexportError
 from vexport.errors.extras import attempt_all
-from vexport.evaluation.inputs import scenario_inputs
-from vexport.evaluation.task_settings import require_valid_settings
 from vexport.files import user_path, write_text
 from vexport.formats.schemes import KEEP
 from vexport.inference.options import BASELINE, EngineOptions
 from vexport.inference.requested_tasks import require_tasks
+from vexport.judge.task_settings import require_valid_settings
 from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.plan.source import with_default_text
@@ -38,6 +37,7 @@ from vexport.run.stages import concluding, serving
 from vexport.run.stages.order import STAGES_UP_TO_VERDICT
 from vexport.run.stages.variants import compare_variants_of_run, require_known_arguments
 from vexport.scenario import Scenario
+from vexport.scores.inputs import scenario_inputs
 
 STAGES: tuple[Stage[object], ...] = (
     *STAGES_UP_TO_VERDICT,

@@ -9,12 +9,11 @@ from vexport.checkpoint.source import resolve_source
 from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, InputError
 from vexport.errors.extras import attempt_all
-from vexport.evaluation.inputs import evaluation_inputs
-from vexport.evaluation.task_settings import require_valid_settings
 from vexport.files import user_path
 from vexport.inference.endpoint.server import is_url
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.inference.requested_tasks import fetch_tasks, require_tasks
+from vexport.judge.task_settings import require_valid_settings
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.reports.run_record import Report
 from vexport.run.directory import RUN_DIR, RunDirectory, logged_to, require_run_folder
@@ -24,6 +23,7 @@ from vexport.run.stages.concluding import variants_report, write_report
 from vexport.run.stages.serving import SESSION
 from vexport.run.stages.variants import REFUSAL, VariantComparison, serve_variants
 from vexport.scenario import Evaluate, Serve, Variants
+from vexport.scores.inputs import evaluation_inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

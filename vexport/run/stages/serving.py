@@ -19,11 +19,6 @@ from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.installed import installed_text
 from vexport.engine.messages import SessionResult
 from vexport.errors import CheckpointFailed, InputError, VexportError
-from vexport.evaluation.accepted import expected_questions, read_accepted
-from vexport.evaluation.drift import drift_warnings
-from vexport.evaluation.drift import measure_drift as drift_between
-from vexport.evaluation.load_judgement import judge_by_reference
-from vexport.evaluation.task_settings import require_valid_settings
 from vexport.files import digest_file, user_path
 from vexport.inference.answers import Answers, ServedSession
 from vexport.inference.endpoint.server import require_address
@@ -42,6 +37,11 @@ from vexport.inference.response_sources import (
 )
 from vexport.inference.session_folder import clear_session, remove_answers
 from vexport.inference.tasks import task_files
+from vexport.judge.accepted import expected_questions, read_accepted
+from vexport.judge.drift import drift_warnings
+from vexport.judge.drift import measure_drift as drift_between
+from vexport.judge.load_judgement import judge_by_reference
+from vexport.judge.task_settings import require_valid_settings
 from vexport.records import (
     CandidateKind,
     Drift,

@@ -1,0 +1,765 @@
+"""Pair two models' responses to the same documents, by task, metric and filter.
+
+The outcome of a task depends on one pair. A group with an aggregate in lm-eval counts as one task.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from vexport.errors import InputError, raise_all
+from vexport.errors.extras import attempt_all, require_extra
+from vexport.foreign import LARGEST_SCORE
+from vexport.inference.questions import HASHES
+from vexport.judge.corpus import CorpusComparison, compare_corpora, worst_influence
+from vexport.judge.statistics import MIN_CLUSTERS, Clusters
+from vexport.records.accuracy import Unit
+from vexport.records.chosen_metric import direction_name, parse_chosen_metric
+from vexport.scores.aggregates import (
+    NEEDS_SACREBLEU,
+    NotReadable,
+    Table,
+    log_likelihood_table,
+    tabulate,
+)
+from vexport.scores.metrics import WHOLE_CORPUS, is_no_share
+from vexport.scores.results import Results, Sample, TaskSamples
+from vexport.scores.settings import changed_settings
+from vexport.scores.table import Scores
+
+PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")
+"""The first of these metrics that a task has is the metric that decides.
+
+`acc` is preferred to `acc_norm`, because the task itself scores with `acc`.
+
+If a task has none of these metrics, its first metric of the first available kind decides:
+
+- metrics that are 0 or 1 for each document
+- other metrics with a number per document, except log-likelihoods
+- log-likelihoods, and metrics of the whole corpus
+
+Within a kind, metrics for which higher is better come first. If a metric has several filters, the
+task's first filter is used.
+"""
+EVERY_TASK = "*"
+Choice = Mapping[str, str]
+"""Task or group (or `*` for every task that has the metric) -> METRIC[:higher|:lower][,FILTER]."""
+# Metrics of lm-eval with a value from 0 to 1 for each document.
+SHARES = frozenset(("acc", "acc_norm", "acc_bytes", "exact_match"))
+# Maximum relative difference between a recorded aggregate and the same aggregate computed here.
+_TOLERANCE = 1e-6
+# Number of characters of each prompt that a message shows, from the first difference on.
+_SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TaskPair:
+    """Both models' scores on a task, metric and filter, in the same order of responses.
+
+    - `documents` has a pair of samples (baseline, candidate) for each response.
+    - `baseline` and `candidate` have the shape (responses,). If `seeds` is 1, each document has a
+      single response.
+    - `sign` is -1 if lower is better. `direction_assumed` is True if nothing states the direction.
+    - `clusters`, of the same shape, has the number of each response's cluster, or is None without
+      clusters. Clusters are the tasks of a group, or the documents if `seeds` responses were
+      sampled for each document.
+    - `informational` lists the pairs that reports show but that do not decide: the other metrics
+      and filters of the task or group, and the tasks of a group.
+    - `own_unit` is the unit of a metric that is never a share, for example a log-likelihood in nats
+      or a metric of the whole corpus. It is None for other metrics, because their unit depends on
+      the values.
+    - `corpus` is the comparison by a metric of the whole corpus, or None for other metrics. With a
+      `corpus`, `baseline` and `candidate` have each response's contribution to the metric, in units
+      of `own_unit`.
+    - `changes` has, for each response, the change of the metric if only this response changes from
+      the baseline's to the candidate's. Positive is better. It is None if the change is simply the
+      difference of the response's two scores.
+    - `change_size` is the size of a typical change of a response. If it is None, the width of the
+      metric's range is used instead.
+    - `scored` is 1 for each response that is at least partly correct, else 0, shape (2, responses).
+      It is None unless the metric is of the whole corpus.
+    - `worst` has the contribution of the worst possible response to each document. It is None for
+      single tasks, and if the metric has no worst value.
+    - `to_aggregate` converts a mean of `baseline` or `candidate` to the reported value. For a
+      perplexity, the mean is a log-likelihood.
+    - `undecided` is the reason why the metric cannot decide, or empty if it can.
+    - `available` is the number of documents in the whole task or group, or None if unknown.
+    - `margin` is the acceptable loss in the unit of a difference, or None if the verdict's margin
+      applies. If the user gave a share of the baseline's value, `relative_margin` is this share.
+    """
+
+    task: str
+    metric: str
+    filter: str
+    sign: int
+    documents: tuple[tuple[Sample, Sample], ...]
+    baseline: Scores
+    candidate: Scores
+    clusters: Clusters | None = None
+    seeds: int = 1
+    informational: tuple["TaskPair", ...] = ()
+    own_unit: Unit | None = None
+    corpus: CorpusComparison | None = None
+    changes: Scores | None = None
+    change_size: float | None = None
+    scored: Scores | None = None
+    worst: Scores | None = None
+    to_aggregate: Callable[[float], float] = float
+    undecided: str = ""
+    available: int | None = None
+    direction_assumed: bool = False
+    margin: float | None = None
+    relative_margin: float | None = None
+
+    @property
+    def unit(self) -> Unit:
+        """Return the metric's own unit, else `share` if all values are shares, else `metric`."""
+        if self.own_unit is not None:
+            return self.own_unit
+        values = np.concatenate([self.baseline, self.candidate])
+        is_share = not is_no_share(self.metric) and bool(((values >= 0) & (values <= 1)).all())
+        return "share" if is_share else "metric"
+
+    @property
+    def label(self) -> str:
+        """`metric,filter`, as in a `Choice`."""
+        return f"{self.metric},{self.filter}"
+
+    @property
+    def binary(self) -> bool:
+        """True if each document is either right (1) or wrong (0)."""
+        if self.own_unit is not None:
+            return False
+        sides = (self.baseline, self.candidate)
+        return all(bool(((side == 0) | (side == 1)).all()) for side in sides)
+
+    @property
+    def chance(self) -> float:
+        """Share of correct responses expected from guessing an option, or 0 without options."""
+        return sum(1 / new.options for _, new in self.documents if new.options) / len(
+            self.documents
+        )
+
+    @property
+    def gain(self) -> Scores:
+        """Candidate's score minus baseline's for each response. Positive is better."""
+        return self.sign * (self.candidate - self.baseline)
+
+    @property
+    def changed(self) -> Scores:
+        """Change of each response: positive if it got better, 0 if its score is the same."""
+        return self.gain if self.changes is None else self.changes
+
+    @property
+    def wins(self) -> int:
+        """Number of responses that got better."""
+        return int((self.changed > 0).sum())
+
+    @property
+    def losses(self) -> int:
+        """Number of responses that got worse."""
+        return int((self.changed < 0).sum())
+
+    @property
+    def baseline_value(self) -> float:
+        """Baseline's value of the metric, as lm-eval aggregates it."""
+        return (
+            self.corpus.reported[0]
+            if self.corpus
+            else self.to_aggregate(float(self.baseline.mean()))
+        )
+
+    @property
+    def candidate_value(self) -> float:
+        """Candidate's value of the metric, as lm-eval aggregates it."""
+        return (
+            self.corpus.reported[1]
+            if self.corpus
+            else self.to_aggregate(float(self.candidate.mean()))
+        )
+
+    @property
+    def difference(self) -> float:
+        """Candidate's value minus baseline's, in the unit of a difference. Positive is better."""
+        if self.corpus is None:
+            return float(self.gain.mean())
+        baseline, candidate = self.corpus.values
+        return self.sign * (candidate - baseline) + 0.0
+
+    @property
+    def range_width(self) -> float:
+        """Size of the largest change of a response: the width of the metric's range, at least 1.
+
+        If `change_size` is set, it is used instead.
+        """
+        if self.change_size is not None:
+            return self.change_size
+        return max(1.0, float(np.ptp(np.concatenate([self.baseline, self.candidate]))))
+
+    @property
+    def responses_per_cluster(self) -> int:
+        """Number of responses per cluster if clusters are documents, else 1."""
+        if self.clusters is None:
+            return 1
+        return self.seeds if len(np.unique(self.clusters)) * self.seeds == len(self.gain) else 1
+
+    @property
+    def is_joined_corpus(self) -> bool:
+        """True if the pair joins several tasks that each have a metric of the whole corpus."""
+        return self.corpus is None and self.scored is not None
+
+    @property
+    def key(self) -> tuple[str, str, int, Unit | None]:
+        """Metric, filter, sign and own unit. Only pairs with equal keys can be joined."""
+        return self.metric, self.filter, self.sign, self.own_unit
+
+
+def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[TaskPair, ...]:
+    """Return the deciding pair of each task. Both results have the same tasks.
+
+    A group with an aggregate in lm-eval counts as one task.
+
+    `choice` names metrics that decide instead of PREFERRED_METRICS.
+
+    Raises:
+        InputError: If the runs have different documents, if a task has no metric that can decide,
+        or if no task has the chosen metric. The error lists the problems of all tasks.
+    """
+    units = dict(_tasks_and_groups(baseline))
+    fix = "name one of these; for tasks in a group, name the group"
+    raise_all(
+        [
+            InputError("gate", got=f"no task {name}", need=f"one of {', '.join(units)}", fix=fix)
+            for name in choice
+            if name not in (*units, EVERY_TASK)
+        ]
+    )
+    baseline, candidate = with_directions(baseline, candidate, units, choice)
+    choice = {name: parse_chosen_metric(text).label for name, text in choice.items()}
+    compared = [
+        partial(_metric_pairs, name, members, baseline, candidate)
+        for name, members in units.items()
+    ]
+    by_name = dict(zip(units, attempt_all(zip(units, compared, strict=True)), strict=True))
+    everywhere = choice.get(EVERY_TASK)
+    pairs = [pair for metrics in by_name.values() for pair in metrics]
+    if everywhere and not any(
+        everywhere in (pair.metric, pair.label) for pair in pairs if not pair.undecided
+    ):
+        members = [name for names in units.values() for name in names]
+        raise _no_such_gate("gate", everywhere, pairs, baseline, members)
+    for name, metrics in by_name.items():
+        wanted, options = choice.get(name), [pair for pair in metrics if pair.task == name]
+        if wanted and not any(
+            wanted in (pair.metric, pair.label) for pair in options if not pair.undecided
+        ):
+            raise _no_such_gate(f"gate of task {name}", wanted, options, baseline, units[name])
+    gates = {
+        name: _deciding_pair(name, metrics, choice.get(name) or everywhere)
+        for name, metrics in by_name.items()
+    }
+    return tuple(
+        replace(gate, available=_available(units[name], baseline)) for name, gate in gates.items()
+    )
+
+
+def with_directions(
+    baseline: Results, candidate: Results, units: Mapping[str, Sequence[str]], choice: Choice
+) -> tuple[Results, Results]:
+    """Return both results with the directions that `choice` states.
+
+    `units` maps each task or group to its tasks.
+
+    Raises:
+        InputError: If a harness recorded another direction.
+    """
+    stated: dict[str, dict[str, bool]] = {}
+    problems: list[InputError] = []
+    for name, text in choice.items():
+        chosen = parse_chosen_metric(text)
+        if chosen.higher_is_better is None:
+            continue
+        members = [*baseline.tasks] if name == EVERY_TASK else units[name]
+        for member in members:
+            stated.setdefault(member, {})[chosen.metric] = chosen.higher_is_better
+            sides = (each.tasks[member].higher_is_better for each in (baseline, candidate))
+            if (not chosen.higher_is_better) in (side.get(chosen.metric) for side in sides):
+                recorded = direction_name(not chosen.higher_is_better)
+                where = "gate" if name == EVERY_TASK else f"gate of task {name}"
+                need = f"{chosen.metric}:{recorded}, as in the results of {member}"
+                problems.append(InputError(where, got=text, need=need, fix="leave it out"))
+                break
+    raise_all(problems)
+    left, right = (_with_stated(each, stated) for each in (baseline, candidate))
+    return left, right
+
+
+def _with_stated(results: Results, stated: Mapping[str, Mapping[str, bool]]) -> Results:
+    """Return results with stated directions, by task and metric."""
+    tasks = {
+        name: replace(task, higher_is_better={**task.higher_is_better, **stated.get(name, {})})
+        for name, task in results.tasks.items()
+    }
+    return replace(results, tasks=tasks) if stated else results
+
+
+def _available(members: Sequence[str], results: Results) -> int | None:
+    """Return the number of documents in these whole tasks, or None if it was not recorded."""
+    sizes = [results.full_sizes.get(member) for member in members]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+def _no_such_gate(
+    where: str, wanted: str, pairs: Sequence[TaskPair], results: Results, members: Sequence[str]
+) -> InputError:
+    """Build the error for a chosen metric that the tasks do not have, or that cannot decide.
+
+    Raises:
+        MissingPackage: If the metric needs sacrebleu and it is not installed.
+    """
+    unable = [
+        pair.undecided for pair in pairs if pair.undecided and wanted in (pair.metric, pair.label)
+    ]
+    metric = wanted.partition(",")[0]
+    _require_sacrebleu([metric], results, members)
+    if any(metric in results.tasks[member].corpus_metrics for member in members):
+        unable.append(WHOLE_CORPUS)
+    tasks = {pair.task for pair in pairs}
+    why = "which the task does not have" if len(tasks) == 1 else "which no task has"
+    if unable:
+        why = f"which cannot decide: {unable[0]}"
+    labels = dict.fromkeys(pair.label for pair in pairs if not pair.undecided)
+    return InputError(
+        where, got=f"{wanted}, {why}", need=f"one of {', '.join(labels)}", fix="name one of these"
+    )
+
+
+def _tasks_and_groups(results: Results) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield (name, tasks) for lm-eval's groups, then for the tasks outside of groups.
+
+    If two groups share a task, only the first group is used.
+    """
+    done: set[str] = set()
+    for group, members in results.groups.items():
+        if not done & set(members):
+            done |= set(members)
+            yield group, members
+    yield from ((name, (name,)) for name in results.tasks if name not in done)
+
+
+def _metric_pairs(
+    name: str, members: Sequence[str], baseline: Results, candidate: Results
+) -> list[TaskPair]:
+    """Return the pairs of every metric of a task.
+
+    For a group, return the pairs of the whole group first, then the pairs of its tasks.
+    """
+    pairs = [
+        list(
+            pair_metrics(
+                baseline.tasks[member],
+                candidate.tasks[member],
+                changed=changed_settings(
+                    baseline.fingerprint_of(member), candidate.fingerprint_of(member), member
+                ),
+            )
+        )
+        for member in members
+    ]
+    metrics = [pair for member in pairs for pair in member]
+    if tuple(members) != (name,):
+        same = [[pair for pair in metrics if pair.key == first.key] for first in pairs[0]]
+        metrics = [*(join_group(name, each) for each in same if len(each) == len(pairs)), *metrics]
+    able = [pair for pair in metrics if not pair.undecided]
+    if any(pair.task == name for pair in able):
+        return metrics
+    where = f"{baseline.file}: task {name}"
+    if not metrics and (other := _other_metrics(members, baseline, candidate)):
+        fix = "evaluate both with the same metrics"
+        raise InputError(f"{candidate.file}: task {name}", got=other, need="one metric", fix=fix)
+    corpus = tuple(
+        dict.fromkeys(m for member in members for m in baseline.tasks[member].corpus_metrics)
+    )
+    fix = "give a task with a metric of lm-eval, such as acc or exact_match, and log its samples"
+    if corpus == ("bypass",):
+        fix = "evaluate without --predict_only"
+        raise InputError(
+            where, got="responses without scores", need="one number a document", fix=fix
+        )
+    for member in members:
+        _require_sacrebleu(baseline.tasks[member].corpus_metrics, baseline, [member])
+    got = "no metric that all its tasks share" if able else "metrics of the whole corpus only"
+    listed = [f"{pair.metric} ({pair.undecided})" for pair in metrics if pair.task == name]
+    named = ", ".join(dict.fromkeys((*listed, *corpus)))
+    if named and not able:
+        got = f"{got}: {named}"
+    raise InputError(where, got=got, need="one number a document", fix=fix)
+
+
+def _other_metrics(members: Sequence[str], baseline: Results, candidate: Results) -> str:
+    """Describe the metrics of both runs. Return "" if these are equal or a run has none."""
+    old, new = (
+        sorted({name for member in members for name in _metric_names(run.tasks[member])})
+        for run in (baseline, candidate)
+    )
+    if not old or not new or old == new:
+        return ""
+    return f"the metrics {', '.join(new)}, and the baseline's are {', '.join(old)}"
+
+
+def _metric_names(task: TaskSamples) -> set[str]:
+    return {name for sample in task.samples.values() for name in (*sample.scores, *sample.values)}
+
+
+def _require_sacrebleu(metrics: Sequence[str], results: Results, members: Sequence[str]) -> None:
+    """Raise MissingPackage if one of the metrics needs sacrebleu and it is not installed."""
+    for member in members:
+        task = results.tasks[member]
+        for metric in set(metrics) & set(task.corpus_metrics):
+            if task.aggregation(metric) in NEEDS_SACREBLEU:
+                require_extra("sacrebleu", f"task {member}: the metric {metric}")
+
+
+def _deciding_pair(name: str, metrics: Sequence[TaskPair], wanted: str | None) -> TaskPair:
+    """Return the pair of the chosen metric, else of the preferred metric.
+
+    The other pairs are in `informational`.
+    """
+    options = [pair for pair in metrics if pair.task == name and not pair.undecided]
+    chosen = [pair for pair in options if wanted in (pair.metric, pair.label)]
+    gate = chosen[0] if chosen else min(options, key=_preference)
+    rest = (
+        pair for pair in metrics if pair is not gate and (pair.task == name or pair.key == gate.key)
+    )
+    return replace(gate, informational=tuple(rest))
+
+
+def _preference(pair: TaskPair) -> tuple[int, bool, bool, bool]:
+    is_preferred = pair.metric in PREFERRED_METRICS
+    rank = PREFERRED_METRICS.index(pair.metric) if is_preferred else len(PREFERRED_METRICS)
+    return rank, pair.own_unit is not None, not pair.binary, pair.sign < 0
+
+
+def pair_metrics(
+    left: TaskSamples, right: TaskSamples, *, changed: Sequence[str] = ()
+) -> Iterator[TaskPair]:
+    """Yield a pair for every (metric, filter) of a task.
+
+    A direction that only one of the two runs states applies to both.
+
+    Metrics with a number per document come first, in the task's order. Metrics of the whole corpus
+    follow if their aggregation is known.
+
+    Raises:
+        InputError: If the prompts of the two runs differ. The error names the document and the
+        settings that `changed`.
+    """
+    both = {**right.higher_is_better, **left.higher_is_better}
+    for metric, direction in right.higher_is_better.items():
+        require_same_direction(f"{right.file}: task {left.task}", metric, both[metric], direction)
+    left, right = replace(left, higher_is_better=both), replace(right, higher_is_better=both)
+    right = _with_ids_of(left, right)
+    _require_equal_documents(left, right, ", ".join(changed) or "nothing known")
+    for filter_name in dict.fromkeys(key[0] for key in left.samples):
+        pairs = tuple(
+            (sample, right.samples[key])
+            for key, sample in left.samples.items()
+            if key[0] == filter_name
+        )
+        for metric in pairs[0][0].scores:
+            if all(metric in x.scores and metric in y.scores for x, y in pairs):
+                yield _pair(left, right, metric, pairs)
+        for metric in pairs[0][0].values:
+            try:
+                yield _corpus_pair(left, right, metric, pairs)
+            except NotReadable:
+                continue  # the metric stays in `corpus_metrics`
+
+
+def join_group(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
+    """Join the documents of a group's tasks into a single pair.
+
+    Documents are clustered by task if the group has at least MIN_CLUSTERS tasks.
+    """
+    by_task = np.repeat(np.arange(len(pairs)), [len(pair.gain) for pair in pairs])
+    return _join(name, pairs, by_task) if len(pairs) >= MIN_CLUSTERS else pool(name, pairs)
+
+
+def pool(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
+    """Join the documents of all tasks into a single pair.
+
+    Clusters are kept. If a pair has no clusters, each of its documents becomes a cluster.
+    """
+    if all(pair.clusters is None for pair in pairs):
+        return _join(name, pairs, None)
+    parts = [
+        np.arange(len(pair.gain)) if pair.clusters is None else pair.clusters for pair in pairs
+    ]
+    starts = np.cumsum([0, *(int(part.max()) + 1 for part in parts[:-1])])
+    clusters = np.concatenate([part + start for part, start in zip(parts, starts, strict=True)])
+    return _join(name, pairs, clusters)
+
+
+def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> TaskPair:
+    """Join the documents of several pairs into a single pair.
+
+    For metrics of a whole corpus, the scores are the responses' contributions to the metric of
+    their own task. Their mean is the mean of the tasks' values, weighted by the size of the tasks.
+    This is lm-eval's aggregate of a group with `weight_by_size`. Perplexities are an exception: the
+    mean is a log-likelihood, so the group's perplexity is the geometric mean of the tasks'
+    perplexities.
+    """
+    scored = [pair.scored for pair in pairs if pair.scored is not None]
+    influences = [worst_influence(pair.corpus.table) for pair in pairs if pair.corpus is not None]
+    worst = [influence for influence in influences if influence is not None]
+    return replace(
+        pairs[0],
+        task=name,
+        documents=tuple(document for pair in pairs for document in pair.documents),
+        baseline=np.concatenate([pair.baseline for pair in pairs]),
+        candidate=np.concatenate([pair.candidate for pair in pairs]),
+        corpus=None,
+        changes=None
+        if pairs[0].changes is None
+        else np.concatenate([pair.changed for pair in pairs]),
+        change_size=None
+        if pairs[0].change_size is None
+        else max(pair.change_size or 0.0 for pair in pairs),
+        scored=np.concatenate(scored, axis=1) if len(scored) == len(pairs) else None,
+        worst=np.concatenate(worst) if len(worst) == len(pairs) else None,
+        undecided=next((pair.undecided for pair in pairs if pair.undecided), ""),
+        clusters=clusters,
+        seeds=max(pair.seeds for pair in pairs),
+        informational=(),
+    )
+
+
+def _with_ids_of(left: TaskSamples, right: TaskSamples) -> TaskSamples:
+    """Replace the document ids of `right` by the ids of the same documents (`doc_hash`) in `left`.
+
+    lm-eval writes wrong ids if the ids in `--samples` are not in ascending order. `right` is
+    returned unchanged if the ids agree, or if the two runs have different documents.
+
+    Raises:
+        InputError: If the ids differ and two documents of a run are equal, so that they cannot be
+        paired.
+    """
+    old, new = _by_content(left), _by_content(right)
+    shifted = old.keys() == new.keys() and any(
+        key not in left.samples or left.samples[key].hashes[0] != sample.hashes[0]
+        for key, sample in right.samples.items()
+    )
+    if not shifted:
+        return right
+    doubled = [samples for samples in (*old.values(), *new.values()) if len(samples) > 1]
+    if any(len(old[key]) != len(samples) for key, samples in new.items()):
+        return right
+    if doubled:
+        first, second = (sample.doc_id for sample in doubled[0][:2])
+        got = (
+            f"other document ids than the baseline's, and documents {first} and {second} are "
+            f"the same"
+        )
+        fix = "evaluate both with the same --samples, in ascending order"
+        where = f"{right.file}: task {left.task}"
+        raise InputError(where, got=got, need="documents that can be paired by doc_hash", fix=fix)
+    renumbered = (replace(new[key][0], doc_id=samples[0].doc_id) for key, samples in old.items())
+    return replace(right, samples={sample.key: sample for sample in renumbered})
+
+
+def _by_content(task: TaskSamples) -> dict[tuple[str, str, int], list[Sample]]:
+    """Return a task's samples by filter, doc_hash and seed."""
+    found: dict[tuple[str, str, int], list[Sample]] = {}
+    for sample in task.samples.values():
+        found.setdefault((sample.filter, sample.hashes[0], sample.seed), []).append(sample)
+    return found
+
+
+def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str) -> None:
+    for first, other in ((left, right), (right, left)):
+        lost = [key for key in first.samples if key not in other.samples]
+        if lost:
+            filter_name, doc_id, seed = lost[0]
+            which = f"response {seed} to document {doc_id}" if seed else f"document {doc_id}"
+            got = f"no {which} (filter {filter_name}), {len(lost)} missing in all"
+            if reason := other.unscored.get((doc_id, seed)):
+                got = f"{which} without a score ({reason}), {len(lost)} missing in all"
+            fix = f"evaluate the documents of {first.file}, with the same --limit and --seeds"
+            if other.larger is not None:
+                fix = f"give {other.larger}, which is older and has more documents of the task"
+            raise InputError(
+                f"{other.file}: task {first.task}", got=got, need="the same documents", fix=fix
+            )
+    for key, sample in left.samples.items():
+        twin = right.samples[key]
+        for hash_name, ours, theirs in zip(HASHES, sample.hashes, twin.hashes, strict=True):
+            if ours != theirs:
+                where = f"{right.file}: task {left.task}, document {sample.doc_id}"
+                prompts = (
+                    _first_difference(sample.prompt, twin.prompt)
+                    if hash_name == "prompt_hash"
+                    else ""
+                )
+                differ = prompts or f"{hash_name} {theirs[:12]}, the baseline has {ours[:12]}"
+                got = f"{differ} (also different: {changed})"
+                fix = (
+                    "evaluate both with the same lm-eval, task files, few-shot examples and "
+                    "chat template"
+                )
+                raise InputError(where, got=got, need="the same question", fix=fix)
+
+
+def require_same_direction(
+    where: str, metric: str, baseline: bool | None, candidate: bool | None
+) -> None:
+    """Raise InputError if higher is better in one of the two results, and lower in the other."""
+    if None not in (baseline, candidate) and baseline != candidate:
+        got = f"{metric} with another higher_is_better than in the baseline"
+        fix = "evaluate both with the same lm-eval and task files"
+        raise InputError(
+            where, got=got, need="the same direction of the metric on both sides", fix=fix
+        )
+
+
+def _first_difference(ours: str, theirs: str) -> str:
+    """Describe the first difference of two prompts. Return "" if they are equal."""
+    if ours == theirs:
+        return ""
+    at = next(
+        (i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y),
+        min(len(ours), len(theirs)),
+    )
+    old, new = (repr(text[at : at + _SHOWN]) for text in (ours, theirs))
+    return f"a prompt that continues after {at} characters with {new}, the baseline's with {old}"
+
+
+def _pair(
+    task: TaskSamples, other: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ...]
+) -> TaskPair:
+    left, right = (
+        np.array([pair[side].scores[metric] for pair in pairs], dtype=np.float64) for side in (0, 1)
+    )
+    low, high = np.minimum(left, right), np.maximum(left, right)
+    size = np.maximum(np.abs(left), np.abs(right))  # NaN if a score is NaN
+    wrong = {f"finite numbers up to {LARGEST_SCORE:g}": ~(size <= LARGEST_SCORE)}
+    if metric in SHARES:
+        wrong["from 0 to 1"] = (low < 0) | (high > 1)
+    for need, documents in wrong.items():
+        if documents.any():
+            index = int(documents.argmax())
+            where = f"{task.file}: task {task.task}, document {pairs[index][0].doc_id}"
+            got = f"{metric} of {left[index]} (baseline) and {right[index]} (candidate)"
+            raise InputError(
+                where, got=got, need=need, fix="look at both responses, evaluate again"
+            )
+    kind, other_kind = (each.metric_kind(metric, pairs[0][0].filter) for each in (task, other))
+    pair = TaskPair(
+        task=task.task,
+        metric=metric,
+        filter=pairs[0][0].filter,
+        sign=1 if kind.higher_is_better else -1,
+        documents=pairs,
+        baseline=left,
+        candidate=right,
+        clusters=_documents_as_clusters(pairs),
+        seeds=1 + max(sample.seed for sample, _ in pairs),
+        undecided=kind.undecided or other_kind.undecided,
+        direction_assumed=kind.is_assumed,
+    )
+    if not kind.in_nats and not other_kind.in_nats:
+        return pair
+    in_nats = kind if kind.in_nats else other_kind
+    table = log_likelihood_table(
+        left, right, higher_is_better=in_nats.higher_is_better, is_perplexity=in_nats.is_perplexity
+    )
+    try:
+        return _with_corpus(replace(pair, undecided="", direction_assumed=False), table)
+    except NotReadable as error:
+        sign = 1 if table.higher_is_better else -1
+        return replace(pair, sign=sign, own_unit=table.unit, undecided=str(error))
+
+
+def _documents_as_clusters(pairs: Sequence[tuple[Sample, Sample]]) -> Clusters | None:
+    """Return the document's number for each response.
+
+    Return None if each document has a single response.
+    """
+    if not any(sample.seed for sample, _ in pairs):
+        return None
+    return np.unique([sample.doc_id for sample, _ in pairs], return_inverse=True)[1]
+
+
+def _corpus_pair(
+    task: TaskSamples, other: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ...]
+) -> TaskPair:
+    """Return the pair of a metric that lm-eval computes from all documents at once.
+
+    Raises:
+        NotReadable: If the aggregation is unknown, or some documents lack the metric. Also if the
+        stored values do not fit the aggregation, or lm-eval recorded another result.
+    """
+    if not all(metric in old.values and metric in new.values for old, new in pairs):
+        raise NotReadable("some documents do not have the metric")
+    aggregation = task.aggregation(metric)
+    if aggregation is None or aggregation != other.aggregation(metric):
+        raise NotReadable("its aggregation is unknown")
+    table = tabulate(
+        aggregation,
+        metric,
+        [old.values[metric] for old, _ in pairs],
+        [new.values[metric] for _, new in pairs],
+    )
+    pair = TaskPair(
+        task=task.task,
+        metric=metric,
+        filter=pairs[0][0].filter,
+        sign=1,
+        documents=pairs,
+        baseline=np.zeros(len(pairs)),
+        candidate=np.zeros(len(pairs)),
+        clusters=_documents_as_clusters(pairs),
+        seeds=1 + max(sample.seed for sample, _ in pairs),
+    )
+    pair = _with_corpus(pair, table)
+    if pair.seeds == 1:
+        for side, value in ((task, pair.baseline_value), (other, pair.candidate_value)):
+            _require_recorded(side, metric, pair.filter, value)
+    return pair
+
+
+def _with_corpus(pair: TaskPair, table: Table) -> TaskPair:
+    """Return the pair with scores that are the responses' contributions to a metric of the corpus.
+
+    Raises:
+        NotReadable: If the metric cannot be computed after a document is left out.
+    """
+    corpus = compare_corpora(table, pair.clusters)
+    return replace(
+        pair,
+        sign=1 if table.higher_is_better else -1,
+        baseline=corpus.influence[0],
+        candidate=corpus.influence[1],
+        own_unit=table.unit,
+        corpus=corpus,
+        changes=corpus.changes,
+        change_size=corpus.change_size,
+        scored=corpus.scored,
+        to_aggregate=table.to_aggregate,
+    )
+
+
+def _require_recorded(task: TaskSamples, metric: str, filter_name: str, value: float) -> None:
+    """Raise NotReadable if lm-eval recorded another value of the metric.
+
+    The check runs only if the task's configuration does not list the metric. Then the task may be
+    Python code with another aggregation for a metric of the same name.
+    """
+    recorded = task.aggregates.get(f"{metric},{filter_name}")
+    if metric in task.metric_list or recorded is None:
+        return
+    if not math.isclose(recorded, value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
+        raise NotReadable(f"lm-eval recorded {recorded}, and its documents give {value}")

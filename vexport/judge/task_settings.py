@@ -1,0 +1,165 @@
+"""Check margins and gates against the tasks' metrics, before a model runs.
+
+Only mistakes that are certain before the run are found here. The responses may show which metric
+decides and whether it is a share. Therefore `decide` checks everything again.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from vexport.errors import InputError, raise_all
+from vexport.inference.tasks import TaskMetrics
+from vexport.judge.accepted import Accepted, choice_of, stored_scores
+from vexport.judge.margins import unknown_names, wrong_kind
+from vexport.judge.pairs import PREFERRED_METRICS, SHARES
+from vexport.records.chosen_metric import parse_chosen_metric
+from vexport.records.margins import EVERY_TASK, Margin, MarginSetting, margins_by_task
+from vexport.scenario import Evaluate
+from vexport.scores.aggregates import WHOLE_CORPUS_AGGREGATIONS
+from vexport.scores.metrics import (
+    AGGREGATIONS,
+    LOG_LIKELIHOODS,
+    MEANS,
+    is_no_share,
+)
+
+_NOT_SHARES = WHOLE_CORPUS_AGGREGATIONS | LOG_LIKELIHOODS
+
+
+def require_valid_settings(settings: Evaluate, tasks: Sequence[TaskMetrics] | None) -> None:
+    """Raise InputError if a margin or gate certainly does not fit its task, or its task is unknown.
+
+    The error lists the problems of all tasks. `tasks` are all tasks of the evaluation, or None if
+    their metrics are not known yet.
+    """
+    if not tasks:
+        return
+    names = [task.name for task in tasks]
+    margins = margins_by_task(settings.margin)
+    problems = [
+        *unknown_names("margin", margins, names),
+        *unknown_names("gate", settings.gate, names),
+        *_unknown_gates(settings.gate, tasks),
+    ]
+    everywhere = margins.get(EVERY_TASK)
+    for task in tasks:
+        margin = margins.get(task.name, everywhere)
+        if margin is not None:
+            problems += _wrong_kinds(task, margin, settings.gate)
+    raise_all(problems)
+
+
+def require_valid_against(
+    margin: MarginSetting, tasks: Sequence[TaskMetrics] | None, accepted: Accepted
+) -> None:
+    """Raise InputError if a margin or a task does not fit the accepted baseline.
+
+    A margin does not fit if it is relative and the accepted metric needs points, or the reverse. A
+    task does not fit if it no longer has the accepted metric. The error lists the problems of all
+    tasks. `tasks` are all tasks of the evaluation, or None if their metrics are not known yet.
+    """
+    margins = margins_by_task(margin)
+    gates = choice_of(accepted)
+    problems = [
+        *unknown_names("margin", margins, [*gates]),
+        *_missing_metrics(tasks or (), accepted),
+    ]
+    everywhere = margins.get(EVERY_TASK)
+    for name, gate in gates.items():
+        own = margins.get(name, everywhere)
+        metric = parse_chosen_metric(gate).metric
+        is_share = _is_accepted_share(accepted, name, metric)
+        if own is not None and is_share is not None and own.is_relative == is_share:
+            problems.append(wrong_kind(name, metric, own, is_share=is_share))
+    raise_all(problems)
+
+
+def _missing_metrics(tasks: Sequence[TaskMetrics], accepted: Accepted) -> Iterator[InputError]:
+    """Yield an error for each task that certainly lacks the accepted metric."""
+    for task in tasks:
+        old = accepted.tasks.get(task.name)
+        if old is not None and _certainly_lacks(task, old.metric):
+            yield InputError(
+                f"task {task.name}",
+                got=f"the metrics {', '.join(task.metrics)}",
+                need=f"the accepted metric {old.metric}",
+                fix="restore the task's file, or accept the baseline again",
+            )
+
+
+def _is_accepted_share(accepted: Accepted, name: str, metric: str) -> bool | None:
+    """Return whether an accepted metric is a share, or None if only the responses show it."""
+    if metric in SHARES:
+        return True
+    members = accepted.groups.get(name, (name,))
+    for member in members:
+        for score, _ in stored_scores(accepted.tasks[member]).values():
+            if not 0 <= score <= 1:
+                return False
+    return False if is_no_share(metric) else None
+
+
+def _unknown_gates(gates: Mapping[str, str], tasks: Sequence[TaskMetrics]) -> Iterator[InputError]:
+    """Yield an error for each chosen metric that a task certainly does not have."""
+    for task in tasks:
+        gate = gates.get(task.name)
+        if gate is not None and _certainly_lacks(task, gate):
+            yield _no_metric(f"gate of task {task.name}", gate, [task])
+    everywhere = gates.get(EVERY_TASK)
+    if everywhere is not None and all(_certainly_lacks(task, everywhere) for task in tasks):
+        yield _no_metric("gate", everywhere, tasks)
+
+
+def _no_metric(where: str, gate: str, tasks: Sequence[TaskMetrics]) -> InputError:
+    metrics = dict.fromkeys(metric for task in tasks for metric in task.metrics)
+    why = "which the task does not have" if len(tasks) == 1 else "which no task has"
+    return InputError(
+        where,
+        got=f"{gate}, {why}",
+        need=f"one of {', '.join(metrics)}",
+        fix="name one of these",
+    )
+
+
+def _certainly_lacks(task: TaskMetrics, gate: str) -> bool:
+    """Return True if a task certainly does not have the chosen metric.
+
+    Return False if the task has Python code or metrics from outside lm-eval, because these may
+    record further metrics when the task runs.
+    """
+    is_complete = not task.has_code and task.metrics.keys() <= AGGREGATIONS.keys()
+    return is_complete and parse_chosen_metric(gate).metric not in task.metrics
+
+
+def _wrong_kinds(
+    task: TaskMetrics, margin: Margin, gates: Mapping[str, str]
+) -> Iterator[InputError]:
+    """Yield an error if the margin is relative and the deciding metric needs points, or reversely.
+
+    Nothing is yielded if several metrics may decide and they need different kinds of margins.
+    """
+    metrics = _possible_gates(task, gates)
+    kinds = {_is_share(metric, task.metrics.get(metric, "")) for metric in metrics}
+    if len(kinds) == 1 and margin.is_relative in kinds:
+        yield wrong_kind(task.name, metrics[0], margin, is_share=margin.is_relative)
+
+
+def _possible_gates(task: TaskMetrics, gates: Mapping[str, str]) -> list[str]:
+    """Return the metrics that may decide, the most likely metric first."""
+    if task.name in gates:
+        return [parse_chosen_metric(gates[task.name]).metric]
+    everywhere = gates.get(EVERY_TASK)
+    if everywhere is not None and parse_chosen_metric(everywhere).metric in task.metrics:
+        return [parse_chosen_metric(everywhere).metric]
+    preferred = [metric for metric in PREFERRED_METRICS if metric in task.metrics]
+    return preferred[:1] or [*task.metrics]
+
+
+def _is_share(metric: str, aggregation: str) -> bool | None:
+    """Return True if a metric is a share of correct responses, and False if it is not.
+
+    Return None if this can only be decided from the metric's values.
+    """
+    name = aggregation or AGGREGATIONS.get(metric, "")
+    if name in _NOT_SHARES or is_no_share(metric):
+        return False
+    return True if metric in SHARES and name in MEANS else None

@@ -1,0 +1,580 @@
+"""Decide PASS, FAIL or INCONCLUSIVE from two runs of a harness on the same documents.
+
+With several tasks, the verdict is PASS if every task passes. Such an intersection-union test needs
+no correction for the number of tasks (Berger, Technometrics 24, 1982). Therefore each lower bound
+is at 1 - alpha. If a model loses more than the margin on any task, the probability of PASS is at
+most alpha.
+
+The verdict is FAIL if any task fails. Therefore the upper bounds are corrected by Holm's procedure
+(Scandinavian Journal of Statistics 6, 1979). A task's upper bound is at the level of the last step
+in which the procedure tested the task. The task fails exactly if this bound, which reports show, is
+below -margin.
+
+The verdict's reason is a short sentence. Differences of shares are in points. Other differences
+have the metric's unit or name. Reports show intervals, levels and p values in tables.
+"""
+
+import gc
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+from vexport.errors import InputError, raise_all
+from vexport.errors.extras import attempt_all
+from vexport.inference.repeated import read_repeated, require_deterministic
+from vexport.judge.accepted import (
+    describe_accepted,
+    gate_contradictions,
+    is_accepted,
+    pair_with,
+    read_accepted,
+    select_accepted,
+)
+from vexport.judge.margins import margin_changes, margins_of, with_margins
+from vexport.judge.pairs import Choice, TaskPair, gated_tasks, pool
+from vexport.judge.same_response import same_response_warnings
+from vexport.judge.task_verdict import (
+    compare_task,
+    comparison,
+    difference_interval,
+    own_margin,
+)
+from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, TextLimit, Verdict
+from vexport.records.margins import MarginSetting, margin_of_shares
+from vexport.records.values import about, decimals_of, join_limited, plural
+from vexport.scores.harnesses import read_any_results
+from vexport.scores.results import Results, read_results
+from vexport.scores.settings import MAX_NAMED, changes_by_task, device_of
+from vexport.scores.shared_tasks import SharedTasks, shared_tasks
+
+NO_CHOICE: Choice = MappingProxyType({})
+_MOST_DIGITS = 5
+
+
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    """Pause the search for reference cycles. It takes half of the time to read large results."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_paused_collector()
+def decide(
+    baseline: Path,
+    candidate: Path,
+    *,
+    margin: MarginSetting,
+    alpha: float,
+    gate: Choice = NO_CHOICE,
+    tasks: Sequence[str] = (),
+) -> Verdict:
+    """Compare results of two models, or a model's results with an accepted baseline.
+
+    The results are those of lm-eval, lighteval, EvalScope, or plain JSON lines.
+
+    - `margin` is the acceptable loss, for all tasks or by task. 0.02 is 2 points of accuracy. `1%`
+      is 1 % of the baseline's value, for a metric that is not a share. None means the accepted
+      baseline's margin, or else the default for both kinds.
+    - `alpha` is the probability of a wrong PASS, and of a wrong FAIL, below 0.5.
+    - `gate` is the metric that decides for a task (pairs.py).
+    - `tasks` are the tasks and groups to judge, all of both sides by default. If a side lacks a
+      task, the verdict names the task and is no PASS.
+
+    Raises:
+        InputError: If the runs cannot be compared.
+        EnvironmentFault: If the engine is not deterministic: repeated responses differ too often.
+    """
+    if is_accepted(baseline):
+        right = read_any_results(candidate, tasks)
+        if right.harness != "lm-eval":
+            got, fix = f"results of {right.harness}", "give lm-eval's results"
+            need = "lm-eval's results, as in the accepted baseline"
+            raise InputError(str(candidate), got=got, need=need, fix=fix)
+        repeated = _repeatability_text(right, "candidate", alpha)
+        accepted = read_accepted(baseline)
+        raise_all([*gate_contradictions(accepted, gate)])
+        where, recorded = ("when the baseline was accepted", "now"), accepted.fingerprint
+        members = {each for name in tasks for each in accepted.groups.get(name, (name,))}
+        selected = [name for name in accepted.tasks if not tasks or name in members]
+        known = (*accepted.tasks, *accepted.groups, *right.names)
+        shared = shared_tasks(selected, right.tasks, (baseline, candidate), tasks, known)
+        kept = select_accepted(accepted, shared.names)
+        gates = pair_with(kept, right.only(shared.names), gate)
+        sides = {name: (recorded, right.fingerprint_of(name)) for name in shared.names}
+        replaced: tuple[str, ...] = ()
+        identity = describe_accepted(baseline, accepted)
+        stored = margins_of(gates, accepted.margin)
+        margins = margin_changes(gates, margin, stored)
+        margin = stored if margin is None else margin
+    else:
+        identity = None
+        margins = ()
+        left, right = attempt_all(
+            (str(run), partial(read_any_results, run, tasks)) for run in (baseline, candidate)
+        )
+        if left.harness != right.harness:
+            got = f"results of {right.harness}, and the baseline's are of {left.harness}"
+            fix = "evaluate both models with the same harness"
+            raise InputError(str(candidate), got=got, need="results of a single harness", fix=fix)
+        repeated = _repeatability_text(left, "baseline", alpha)
+        repeated += _repeatability_text(right, "candidate", alpha)
+        where, recorded = ("in the baseline", "in the results"), left.fingerprint
+        known = (*left.names, *right.names)
+        shared = shared_tasks(left.tasks, right.tasks, (baseline, candidate), tasks, known)
+        gates = gated_tasks(left.only(shared.names), right.only(shared.names), gate)
+        sides = {
+            name: (left.fingerprint_of(name), right.fingerprint_of(name)) for name in shared.names
+        }
+        replaced = left.replaced
+    gates = with_margins(gates, margin)
+    shares = margin_of_shares(margin)
+    verdict = judge(gates, margin=shares, alpha=alpha, prompting=right.prompting)
+    verdict = _without_missing_tasks(verdict, shared)
+    warnings = (
+        *margins,
+        *same_response_warnings(gates),
+        *_direction_warnings(verdict),
+        *replaced,
+        *right.replaced,
+        *changes_by_task(sides, where=where),
+        *_lost_warnings(verdict),
+        *right.warnings,
+    )
+    return replace(
+        verdict,
+        method=verdict.method + repeated,
+        warnings=warnings,
+        prompting=right.prompting,
+        device=device_of(right.fingerprint),
+        measured=right.measured_at,
+        fingerprint=right.fingerprint,
+        baseline_fingerprint=recorded,
+        accepted=identity,
+    )
+
+
+def _without_missing_tasks(verdict: Verdict, shared: SharedTasks) -> Verdict:
+    """Return the verdict with the tasks that a side lacks in its reason. It is no PASS then."""
+    if not shared.missing:
+        return verdict
+    lacking = "; ".join(shared.missing)
+    if verdict.outcome == "FAIL":
+        return replace(verdict, reason=f"{verdict.reason}; {lacking}")
+    advice = "evaluate the same tasks, or select some with --task"
+    reason = f"{lacking} ({advice}); {verdict.reason}"
+    return replace(verdict, outcome="INCONCLUSIVE", reason=reason)
+
+
+def tasks_without_loss(path: Path, folder: Path, alpha: float) -> Iterator[str]:
+    """Describe the tasks of an accepted baseline that cannot show a loss of a later candidate.
+
+    `folder` has the results that were accepted.
+    """
+    accepted, results = read_accepted(path), read_results(folder)
+    gates = with_margins(pair_with(accepted, results, NO_CHOICE), accepted.margin)
+    margin = margin_of_shares(accepted.margin)
+    for task in judge(gates, margin=margin, alpha=alpha, prompting=results.prompting).tasks:
+        if task.uninformative:
+            yield f"{task.task} cannot show a loss: {task.uninformative}"
+
+
+def _direction_warnings(verdict: Verdict) -> Iterator[str]:
+    """Yield a warning for every metric that is assumed to be better if it is higher."""
+    tasks: dict[str, list[str]] = {}
+    for task in verdict.tasks:
+        if task.direction_assumed:
+            tasks.setdefault(task.metric, []).append(task.task)
+    for metric, names in tasks.items():
+        yield (
+            f"{join_limited(names, ' and ', MAX_NAMED)}: the direction of {metric} is assumed: "
+            f"higher is better; state it with --gate {metric}:higher or {metric}:lower"
+        )
+
+
+def _lost_warnings(verdict: Verdict) -> Iterator[str]:
+    """Yield a warning for every task with lost responses.
+
+    Lost responses that the verdict's reason already describes are skipped.
+    """
+    for task in verdict.tasks:
+        if task.lost_answers and task.lost_answers not in verdict.reason:
+            yield f"{task.task}: {task.lost_answers}"
+
+
+def _repeatability_text(run: Results, side: str, alpha: float) -> str:
+    """Describe how many responses of one model changed when it ran again.
+
+    Return "" if no documents were repeated.
+
+    Raises:
+        EnvironmentFault: If the engine is not deterministic.
+    """
+    folder = run.file.parent if run.file.suffix == ".json" else run.file
+    repeated = read_repeated(folder)
+    if repeated is None:
+        return ""
+    require_deterministic(folder, repeated, alpha)
+    return f"; {side}, run again: {repeated.changed} of {repeated.documents} responses changed"
+
+
+def judge(
+    gates: Sequence[TaskPair],
+    *,
+    margin: float,
+    alpha: float,
+    prompting: Prompting | None = None,
+) -> Verdict:
+    """Return the verdict over all tasks. `prompting` has the settings of the prompts.
+
+    `margin` applies to the pairs without their own margin.
+    """
+    levels = holm_levels(gates, margin=margin, alpha=alpha)
+    tasks = tuple(
+        compare_task(
+            gate,
+            margin=margin,
+            alpha=alpha,
+            fail_alpha=level,
+            is_templated=_is_templated(gate.task, prompting),
+        )
+        for gate, level in zip(gates, levels, strict=True)
+    )
+    outcome = overall_outcome(tasks)
+    return Verdict(
+        outcome=outcome,
+        reason=reason_for(outcome, tasks, margin=margin),
+        margin=margin,
+        alpha=alpha,
+        method=_method(gates, alpha),
+        tasks=tasks,
+        pooled=_pooled(gates, margin, alpha),
+    )
+
+
+def _is_templated(task: str, prompting: Prompting | None) -> bool | None:
+    return (
+        None
+        if prompting is None
+        else bool(prompting.chat_template) and task not in prompting.untemplated
+    )
+
+
+def holm_levels(pairs: Sequence[TaskPair], *, margin: float, alpha: float) -> list[float]:
+    """Return the level of the last test of each task in Holm's procedure.
+
+    Each step tests the remaining tasks for a loss above the margin, at the level alpha / (number of
+    remaining tasks). Tasks that fail are removed. The procedure ends if no task fails in a step.
+
+    `margin` applies to the pairs without their own margin.
+    """
+    strengths = [_strength(pair, len(pairs), margin=margin, alpha=alpha) for pair in pairs]
+    levels = [alpha] * len(pairs)
+    remaining = len(pairs)
+    order = sorted(range(len(pairs)), key=lambda index: -strengths[index])
+    failed = 0
+    while remaining:
+        level = alpha / remaining
+        start = failed
+        while failed < len(order) and strengths[order[failed]] >= remaining:
+            levels[order[failed]] = level
+            failed += 1
+        if failed == start:
+            for index in order[failed:]:
+                levels[index] = level
+            break
+        remaining = len(pairs) - failed
+    return levels
+
+
+def _strength(pair: TaskPair, tasks: int, *, margin: float, alpha: float) -> int:
+    """Return the largest number up to `tasks` so that the task fails at alpha / number, else 0.
+
+    A task that fails at a level also fails at every higher level.
+    """
+
+    def fails(number: int) -> bool:
+        return difference_interval(pair, alpha / number).high < -own_margin(pair, margin)
+
+    if not fails(1):
+        return 0
+    if fails(tasks):
+        return tasks
+    return bisect_left(range(1, tasks), True, key=lambda number: not fails(number))
+
+
+def overall_outcome(tasks: Sequence[TaskVerdict | TextLimit]) -> Outcome:
+    """Return FAIL if any task or measure of text fails, PASS if all pass, else INCONCLUSIVE."""
+    outcomes = {task.outcome for task in tasks}
+    if "FAIL" in outcomes:
+        return "FAIL"
+    return "PASS" if outcomes == {"PASS"} else "INCONCLUSIVE"
+
+
+def _method(gates: Sequence[TaskPair], alpha: float) -> str:
+    intervals = " and ".join(dict.fromkeys(map(_interval_name, gates)))
+    method = f"paired difference, {intervals}, one-sided {100 * (1 - alpha):.4g}% bounds"
+    if len(gates) == 1:
+        return method
+    return (
+        f"{method}; all {len(gates)} tasks must pass; a single task can fail the verdict, so upper "
+        f"bounds are corrected for {len(gates)} tasks (Holm)"
+    )
+
+
+def _interval_name(gate: TaskPair) -> str:
+    name = "Tango's score interval" if gate.binary else "BCa bootstrap"
+    if gate.corpus is not None:
+        name = "BCa bootstrap of the corpus"
+    if gate.clusters is None:
+        return name
+    return f"{name} clustered by {'document' if gate.seeds > 1 else 'task'}"
+
+
+def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Comparison | None:
+    """Compare the documents of all tasks together. Return None unless all metrics are 0/1.
+
+    The result is only shown, because the tasks decide. It is also None for a single task.
+    """
+    pairs = [gate for gate in gates if gate.binary and gate.sign > 0]
+    if len(pairs) < len(gates) or len(pairs) == 1:
+        return None
+    shared = {(pair.metric, pair.filter) for pair in pairs}
+    pooled = comparison(pool("all tasks", pairs), margin=margin, alpha=alpha)
+    return (
+        pooled
+        if len(shared) == 1
+        else replace(pooled, metric="share of correct responses", filter="none")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Format differences of a metric: in points for a share, else in the metric's units.
+
+    `margin` is in the metric's units. If the margin was given as a share of the baseline's value,
+    `relative` is this share. For a margin in points, `relative` is None.
+    """
+
+    factor: int
+    name: str
+    margin: float
+    relative: float | None = None
+
+    @property
+    def digits(self) -> int:
+        """Number of decimals: 2, or more if a relative margin needs them to show two digits."""
+        if self.relative is None:
+            return 2
+        return decimals_of(self.margin)
+
+    def number(self, value: float) -> str:
+        """Return the value with two decimals, or with one decimal from 10 up.
+
+        More decimals are shown if a relative margin is small, or if the rounded value would equal
+        the margin although the exact value does not.
+        """
+        scaled, limit = self.factor * value, self.factor * self.margin
+        least = 1 if abs(scaled) >= 10 else self.digits
+        for digits in range(least, max(_MOST_DIGITS, least + 1)):
+            text = f"{scaled:.{digits}f}"
+            if abs(scaled) == limit or abs(float(text)) != limit:
+                break
+        return text if float(text) else text.lstrip("-")
+
+    def signed(self, value: float) -> str:
+        text = self.number(value)
+        return text if text.startswith("-") or not float(text) else f"+{text}"
+
+    @property
+    def limit(self) -> str:
+        """Accepted loss: `2 points`, or `0.00995 (1%) nats per word`."""
+        if self.relative is not None:
+            return f"{self.margin:.3g} ({100 * self.relative:.6g}%){self.name}"
+        amount = f"{self.factor * self.margin:.6g}"
+        return amount + (" point" if (amount, self.name) == ("1", " points") else self.name)
+
+    @property
+    def short_limit(self) -> str:
+        """Accepted loss in sentences on several tasks: `2 points`, or `1%` if it is relative."""
+        return self.limit if self.relative is None else f"{100 * self.relative:.6g}%"
+
+    @property
+    def accepted(self) -> str:
+        """Clause on the accepted loss: `2 points were accepted`."""
+        if not self.margin:
+            return "no loss was accepted"
+        return f"{self.limit} {'were' if self.limit.endswith(' points') else 'was'} accepted"
+
+
+def reason_for(outcome: Outcome, tasks: Sequence[TaskVerdict], *, margin: float) -> str:
+    """Return the reason for the outcome over all tasks, without a full stop."""
+    makers = {"PASS": _pass_reason, "FAIL": _fail_reason, "INCONCLUSIVE": _inconclusive_reason}
+    return makers[outcome](tasks, margin) + _assumed_text(tasks)
+
+
+def _assumed_text(tasks: Sequence[TaskVerdict]) -> str:
+    """Return a clause on metrics whose direction nothing states, or ""."""
+    assumed = [task.task for task in tasks if task.direction_assumed]
+    if not assumed:
+        return ""
+    names = "" if len(tasks) == 1 else f" for {join_limited(assumed, ' and ', MAX_NAMED)}"
+    return f"; direction assumed{names}: higher is better"
+
+
+def _unit(task: TaskVerdict, margin: float) -> _Unit:
+    """Return the format of a task's differences. `margin` applies if the task has no own margin."""
+    own = margin if task.margin is None else task.margin
+    if task.in_shares:
+        return _Unit(100, " points", own)
+    has_name = task.unit is not None and task.unit != "metric"
+    name = f" {task.unit}" if has_name else f" in {task.metric}"
+    return _Unit(1, name, own, task.relative_margin)
+
+
+def _pass_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
+    worst = min(tasks, key=lambda task: _share_of_margin(task, task.low, margin))
+    unit = _unit(worst, margin)
+    if len(tasks) == 1:
+        return f"{worst.task} {_change_text(worst, unit)}, {unit.accepted}"
+    loss = _loss_compared_to_margin("less", tasks, margin, "lose nothing")
+    change, bound = _change_and_bound(worst, unit)
+    return f"{_all_tasks(tasks)} {loss} (worst: {worst.task} {change}, {bound})"
+
+
+def _share_of_margin(task: TaskVerdict, value: float, margin: float) -> float:
+    """Return a difference as a share of the task's margin, so that tasks can be compared.
+
+    If the margin is 0, return the difference itself.
+    """
+    own = _unit(task, margin).margin
+    return value / own if own else value
+
+
+def _loss_compared_to_margin(
+    word: str, tasks: Sequence[TaskVerdict], margin: float, nothing: str
+) -> str:
+    """Return `lose less than 2 points or 1%`, or the text `nothing` if all margins are 0."""
+    units = [_unit(task, margin) for task in tasks]
+    if not any(unit.margin for unit in units):
+        return nothing
+    limits = dict.fromkeys(unit.short_limit for unit in units)
+    return f"lose {word} than {' or '.join(limits)}"
+
+
+def _all_tasks(tasks: Sequence[TaskVerdict]) -> str:
+    return "both tasks" if len(tasks) == 2 else f"all {len(tasks)} tasks"
+
+
+def _fail_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
+    failed = [task for task in tasks if task.outcome == "FAIL"]
+    worst = min(failed, key=lambda task: _share_of_margin(task, task.high, margin))
+    unit = _unit(worst, margin)
+    if len(failed) == 1:
+        loss = f"{unit.number(-worst.difference)}{unit.name} (at least {unit.number(-worst.high)})"
+        cause = f"; {worst.lost_answers}" if worst.too_many_lost else ""
+        return (
+            f"{worst.task} loses {loss}, {unit.accepted}{cause}{_other_tasks_text(tasks, 'FAIL')}"
+        )
+    lost = _loss_compared_to_margin("more", failed, margin, "lose something")
+    loss = f"loses {unit.number(-worst.difference)}{unit.name}"
+    bound = f"at least {unit.number(-worst.high)}"
+    which = (
+        _all_tasks(tasks) if len(failed) == len(tasks) else f"{len(failed)} of {len(tasks)} tasks"
+    )
+    return f"{which} {lost} (worst: {worst.task} {loss}, {bound})"
+
+
+def _inconclusive_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
+    uninformative = [task for task in tasks if task.uninformative]
+    unsettled = [
+        task for task in tasks if task.outcome == "INCONCLUSIVE" and not task.uninformative
+    ]
+    lost = [task for task in unsettled if task.too_many_lost]
+    if uninformative:
+        left = (
+            f"; {_inconclusive_reason(unsettled, margin)}"
+            if unsettled
+            else _other_tasks_text(tasks, "INCONCLUSIVE")
+        )
+        names = join_limited([task.task for task in uninformative], " and ", MAX_NAMED)
+        return f"{names} cannot show a loss: {uninformative[0].uninformative}{left}"
+    if lost:
+        rest = [task for task in tasks if task not in lost]
+        open_ = [task for task in rest if task.outcome == "INCONCLUSIVE"]
+        left = (
+            f"; {_inconclusive_reason(open_, margin)}"
+            if open_
+            else _other_tasks_text(tasks, "INCONCLUSIVE")
+        )
+        names = join_limited([task.task for task in lost], " and ", MAX_NAMED)
+        verb = "has" if len(lost) == 1 else "have"
+        return f"{names} {verb} too many responses that do not count: {lost[0].lost_answers}{left}"
+    if len(unsettled) == 1:
+        (task,) = unsettled
+        unit = _unit(task, margin)
+        change = f"{unit.signed(task.difference)}{unit.name}"
+        span = f"between {unit.signed(task.low)} and {unit.signed(task.high)}"
+        remedy = "at this difference no number of documents would settle it"
+        if task.has_too_few_documents:
+            remedy = task.remedy
+        elif task.documents_needed is not None:
+            seeds = f", or {task.seeds_needed:,} seeds," if task.seeds_needed else ""
+            remedy = f"{about(task.documents_needed)}{seeds} would settle it"
+        read = plural(task.documents, "document")
+        return (
+            f"{task.task} is not settled after {read}: {change}, {span}, "
+            f"{unit.accepted}; {remedy}{_other_tasks_text(tasks, 'INCONCLUSIVE')}"
+        )
+    named = [f"{task.task} ({_needed_documents(task)})" for task in unsettled]
+    names = join_limited(named, ", ", MAX_NAMED)
+    return f"{len(unsettled)} of {len(tasks)} tasks are not settled: {names}"
+
+
+def _needed_documents(task: TaskVerdict) -> str:
+    """Return how many documents of a task were read, and how many would settle it."""
+    if task.has_too_few_documents:
+        return task.remedy
+    read = f"{plural(task.documents, 'document')} read"
+    needed = task.documents_needed
+    if needed is None:
+        return f"{read}; at this difference no number of documents would settle it"
+    return f"{read}, {about(needed)} needed"
+
+
+def _change_text(task: TaskVerdict, unit: _Unit) -> str:
+    """Return `loses 0.43 points (at most 0.84)`, or the corresponding text for a gain."""
+    change, bound = _change_and_bound(task, unit)
+    return f"{change} ({bound})"
+
+
+def _change_and_bound(task: TaskVerdict, unit: _Unit) -> tuple[str, str]:
+    """Return `loses 0.43 points` and `at most 0.84`, or the corresponding texts for a gain."""
+    difference = float(unit.number(task.difference))
+    if difference < 0:
+        change = f"loses {unit.number(-task.difference)}{unit.name}"
+        return change, f"at most {unit.number(-task.low)}"
+    if not difference:
+        return "loses nothing", f"at most {unit.number(max(0.0, -task.low))}{unit.name}"
+    change = f"gains {unit.number(task.difference)}{unit.name}"
+    if task.low >= 0:
+        return change, f"at least {unit.number(task.low)}"
+    return change, f"at worst it loses {unit.number(-task.low)}"
+
+
+def _other_tasks_text(tasks: Sequence[TaskVerdict], outcome: Outcome) -> str:
+    """Return a sentence on the other tasks if all of them pass, else ""."""
+    others = [task for task in tasks if task.outcome != outcome]
+    if not others or {task.outcome for task in others} != {"PASS"}:
+        return ""
+    return (
+        "; the other task passes" if len(others) == 1 else f"; the other {len(others)} tasks pass"
+    )

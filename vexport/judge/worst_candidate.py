@@ -1,0 +1,40 @@
+"""Build the worst possible candidate of a task, to test whether the task can show a loss.
+
+A PASS that could not have been a FAIL is no PASS. Therefore the verdict makes the same decision for
+a candidate that gives the worst response to every document.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from vexport.judge.corpus import compare_corpora
+from vexport.judge.pairs import TaskPair
+from vexport.scores.table import Scores
+
+
+def with_worst_candidate(pair: TaskPair) -> TaskPair | None:
+    """Return the pair with the worst possible candidate, or None if the metric has no worst value.
+
+    A model that has lost everything still guesses. Therefore the worst score of a document with k
+    options is 1/k. Shares without options are 0 or 1 at worst, depending on the direction.
+    """
+    if pair.corpus is not None:
+        table = pair.corpus.table
+        if table.worst is None:
+            return None
+        corpus = compare_corpora(replace(table, candidate=table.worst), pair.clusters)
+        return replace(pair, candidate=corpus.influence[1], changes=corpus.changes, corpus=corpus)
+    worst = pair.worst if pair.own_unit is not None else _worst_shares(pair)
+    return None if worst is None else replace(pair, candidate=worst, changes=None)
+
+
+def _worst_shares(pair: TaskPair) -> Scores | None:
+    """Return the worst score of each response, or None if the scores are not shares."""
+    if pair.unit != "share":
+        return None
+    if pair.sign < 0:
+        return np.ones(len(pair.documents))
+    options = np.array([new.options for _, new in pair.documents], dtype=np.float64)
+    guesses: Scores = np.divide(1.0, options, out=np.zeros(len(options)), where=options > 0)
+    return guesses
