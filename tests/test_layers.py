@@ -12,7 +12,9 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "vexport"
 # From bottom to top. A module may import from its own package and from lower layers.
 LAYERS = (
-    {"version", "errors"},
+    {"version", "words"},
+    {"rules"},
+    {"errors"},
     {"__init__", "records"},
     {"files", "bus_errors", "architectures", "numerics"},
     {"checkpoint", "outputs", "formats", "observers", "config_files", "foreign"},

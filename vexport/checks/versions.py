@@ -9,78 +9,58 @@ scripts/generate_versions.py creates from the wheels. The other checks contain t
 from collections.abc import Iterator
 
 from vexport.architectures.versions import VersionFacts, facts_of, known_versions
-from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import MXFP4, PACKED
 from vexport.records import Finding
+from vexport.rules import versions as rules
 from vexport.version import PINNED, Version, short_version
 
-NAME = "versions"
 DESCRIPTION = "the chosen version of vLLM (--vllm) supports the schemes, bit widths and model class"
-FIX_LOAD = "load it in that version: `vexport load CHECKPOINT --dry --vllm-python PATH`"
-FIX_VERSION = "serve it with another version of vLLM, or use another scheme"
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Yield findings on differences between the target version of vLLM and the pinned version."""
     target, version = view.model.target_version, view.model.version
-    name, pinned = f"vLLM {short_version(version)}", short_version(PINNED)
+    name, pinned = short_version(version), short_version(PINNED)
     if target != version:
         oldest, *_, newest = map(short_version, known_versions())
-        expected = f"a version of vLLM that vexport has rules for ({oldest} to {newest})"
-        got = f"another version, checked by the rules of vLLM {short_version(version)}"
-        yield warning(
-            NAME,
+        yield Finding.at(
+            rules.UNKNOWN_VERSION,
             f"vLLM {short_version(target)}",
-            claim=None,
-            expected=expected,
-            got=got,
-            fix=FIX_LOAD,
+            judged_by=name,
+            oldest=oldest,
+            newest=newest,
         )
     if version == PINNED:
         return
-    if view.model.class_name in facts_of(version).absent:
+    model = view.model.class_name
+    if model in facts_of(version).absent:
         where = f"{view.config_path}: architectures"
-        got = f"{view.model.class_name}, which {name} does not have"
-        fix = f"serve it with vLLM {pinned}"
-        yield error(
-            NAME, where, claim="refused", expected=f"a model class of {name}", got=got, fix=fix
-        )
+        yield Finding.at(rules.MODEL_CLASS, where, model=model, version=name, newer=pinned)
     method = view.quantization.method
-    if method is not None:
-        if not facts_of(version).has_rules_for(method.name):
-            expected = f"a version of vLLM for which vexport has rules for {method.name}"
-            got = f"{name}, checked by the rules of vLLM {pinned}"
-            yield warning(
-                NAME,
-                view.quantization.place,
-                claim=None,
-                expected=expected,
-                got=got,
-                fix=FIX_LOAD,
-            )
-        return
+    if method is None:
+        yield from _groups(view, version)
+    elif not facts_of(version).has_rules_for(method.name):
+        yield Finding.at(
+            rules.UNKNOWN_METHOD,
+            view.quantization.place,
+            version=name,
+            judged_by=pinned,
+            method=method.name,
+        )
+
+
+def _groups(view: CheckpointView, version: Version) -> Iterator[Finding]:
     found = [view.lookup.group_of(fused) for fused in view.model.fused_layers]
     used = {group.name for group in found if group is not None}
+    name = short_version(version)
     for group in (group for group in view.quantization.config_groups if group.name in used):
         where = f"{view.quantization.place}.config_groups.{group.name}"
         if refused := _unsupported_zero_points(group, facts_of(version)):
-            expected = f"a version of vLLM that supports {refused}"
-            yield error(
-                NAME,
-                where,
-                claim="refused",
-                expected=expected,
-                got=f"{name}, which does not support {refused}",
-                fix=FIX_VERSION,
-            )
+            yield Finding.at(rules.ZERO_POINTS, where, version=name, zero_points=refused)
         elif group.storage is MXFP4 and not _has_class(MXFP4.vllm_scheme(group), version):
-            expected = "a version of vLLM that supports MXFP4 weights with FP8 inputs"
-            got = f"{name}, which quantizes the inputs to MXFP4 on GPUs with FP4 kernels"
-            yield warning(
-                NAME, where, claim="precision", expected=expected, got=got, fix=FIX_VERSION
-            )
+            yield Finding.at(rules.MXFP4_INPUTS, where, version=name)
 
 
 def _has_class(name: str, version: Version) -> bool:

@@ -7,16 +7,20 @@ import difflib
 import errno
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
+
+from vexport.rules.book import Rule
+from vexport.words import alternatives as alternatives
+from vexport.words import clip as clip
+from vexport.words import shown as shown
 
 # C0 and C1 controls, DEL, lone surrogates, non-characters, line separators, zero-width and bidi
 # marks. They are illegal in XML, are commands to a terminal, or disguise text.
 _HIDDEN_CHARACTERS = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
-# Longest word, in characters. A longer run without spaces is cut in the middle.
-_LONGEST_WORD = 60
 _ESCAPES = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
@@ -28,36 +32,6 @@ def visible(text: str, keep: str = "") -> str:
     return _HIDDEN_CHARACTERS.sub(
         lambda match: match[0] if match[0] in keep else _escaped(match[0]), text
     )
-
-
-def clip(text: str, limit: int) -> str:
-    """Shorten `text` to its beginning and its end if it has more than `limit` characters.
-
-    Keep at most `limit` characters, cut between words if possible, and put the number of removed
-    characters in the middle. The end is kept because it often matters most: a prompt ends with its
-    question.
-    """
-    if len(text) <= limit:
-        return text
-    head, tail = text[: limit // 3], text[limit // 3 - limit :]
-    if not text[len(head)].isspace() and (end := head.rfind(" ", -_LONGEST_WORD)) > 0:
-        head = head[:end]
-    if not text[-len(tail) - 1].isspace() and (start := tail.find(" ", 0, _LONGEST_WORD)) >= 0:
-        tail = tail[start + 1 :]
-    head, tail = head.rstrip(), tail.lstrip()
-    return f"{head} [... {len(text) - len(head) - len(tail)} characters ...] {tail}"
-
-
-def shown(value: object, limit: int = 300) -> str:
-    """Return the `repr` of a value, clipped to `limit` characters.
-
-    If `repr` fails, for example for an integer of more than 4,300 digits, return a text with the
-    value's type.
-    """
-    try:
-        return clip(repr(value), limit)
-    except (ValueError, RecursionError):
-        return f"a {type(value).__name__} that is too large to show"
 
 
 def _escaped(character: str) -> str:
@@ -74,19 +48,35 @@ def first_line(error: BaseException) -> str:
     return "".join(each if each.isprintable() else "?" for each in line)[:200]
 
 
+def problem_text(where: str, *, got: str, need: str, fix: str) -> str:
+    """Return `where: got X, need Y; do Z`. Each part but the place may be empty."""
+    found = f"got {got}, need {need}" if got and need else got or f"need {need}"
+    return f"{where}: {found}; {fix}" if fix else f"{where}: {found}"
+
+
 class VexportError(Exception):
     """A problem with a place and a remedy, printed as `where: got X, need Y; do Z`.
 
     If `need` is empty, `got` is a whole clause: `X is not a multiple of Y` for a wrong value, or a
-    description of what happened. If `fix` is empty, earlier output contains the remedy.
+    description of what happened. If `got` is empty, `need` says all. If `fix` is empty, earlier
+    output contains the remedy. `rule` is the id of the rule, and `facts` are what the rule's
+    sentences were made from.
     """
 
     exit_code = 2
 
-    def __init__(self, where: str, *, got: str, need: str, fix: str) -> None:
-        self.where, self.got, self.need, self.fix = where, got, need, fix
-        problem = f"{where}: got {got}, need {need}" if need else f"{where}: {got}"
-        super().__init__(f"{problem}; {fix}" if fix else problem)
+    def __init__(self, where: str, *, got: str, need: str, fix: str, rule: str = "") -> None:
+        self.where, self.got, self.need, self.fix, self.rule = where, got, need, fix, rule
+        self.facts: Mapping[str, object] = {}
+        super().__init__(problem_text(where, got=got, need=need, fix=fix))
+
+    @classmethod
+    def of(cls, rule: Rule, where: str, /, **facts: object) -> Self:
+        """Return the error that `where` breaks the rule, with the facts of its templates."""
+        texts = rule.sentences(facts)
+        error = cls(where, got=texts.got, need=texts.need, fix=texts.do, rule=rule.id)
+        error.facts = facts
+        return error
 
 
 class InputError(VexportError):
@@ -101,7 +91,9 @@ class _Multiple(VexportError):
             raise ValueError(f"{type(self).__name__}: got no problem, need at least one")
         self.problems = tuple(problems)
         first = problems[0]
-        super().__init__(first.where, got=first.got, need=first.need, fix=first.fix)
+        super().__init__(
+            first.where, got=first.got, need=first.need, fix=first.fix, rule=first.rule
+        )
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
@@ -213,12 +205,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the sentence ` Did you mean X, Y or Z?` for the nearest known words, else ""."""
     names = nearest_names(word, known, most=3)
     return f" Did you mean {alternatives(names)}?" if names else ""
-
-
-def alternatives(names: Sequence[str]) -> str:
-    """Return `X`, `X or Y`, or `X, Y or Z`."""
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def nearest_names(word: str, known: Iterable[str], *, most: int) -> list[str]:

@@ -5,14 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
-from vexport.errors import VexportError
+from vexport.errors import VexportError, problem_text
+from vexport.rules.book import Claim as Claim
+from vexport.rules.book import LoaderFault as LoaderFault
+from vexport.rules.book import Rule
+from vexport.rules.book import Severity as Severity
 
-Severity = Literal["error", "warning", "info"]
-# What a rule claims about vLLM: it refuses the checkpoint, uses wrong values, or runs the layers in
-# another precision or kernel than stored.
-Claim = Literal["refused", "values", "precision"]
-# How vLLM's loaders show a fault in a dry load: a refusal, or a kind of wrong copy.
-LoaderFault = Literal["refused", "missing", "cast", "narrowed"]
 # Separates the cause of vLLM's refusal from vLLM's message, which only JSON and --all show.
 MESSAGE_SEPARATOR = "; vLLM's message: "
 # Entry of `CheckReport.not_judged` if vLLM's loaders could not judge the checkpoint.
@@ -41,8 +39,12 @@ class Finding:
     loaders cannot find the fault. `tp` and `sm` are the numbers of ranks and the compute
     capabilities that the finding is about, or empty if they do not matter. These three are not part
     of the JSON.
+
+    `rule` is the id of the rule that is broken (see `vexport.rules`), and `facts` are what its
+    sentences were made from. The JSON has only the sentences.
     """
 
+    rule: str = ""
     check: str
     claim: Claim | None = None
     severity: Severity
@@ -54,6 +56,42 @@ class Finding:
     loader_faults: tuple[LoaderFault, ...] = field(default=(), metadata={"exclude": True})
     tp: tuple[int, ...] = field(default=(), metadata={"exclude": True})
     sm: tuple[int, ...] = field(default=(), metadata={"exclude": True})
+    facts: Mapping[str, object] = field(
+        default_factory=dict, compare=False, metadata={"exclude": True}
+    )
+
+    @classmethod
+    def at(
+        cls,
+        rule: Rule,
+        where: str,
+        /,
+        *,
+        places: Sequence[str] = (),
+        tp: Sequence[int] = (),
+        sm: Sequence[int] = (),
+        **facts: object,
+    ) -> Self:
+        """Return the finding that `where` breaks the rule, with the facts of its templates.
+
+        The check is the rule's family.
+        """
+        texts = rule.sentences(facts)
+        return cls(
+            rule=rule.id,
+            check=rule.family,
+            claim=rule.claim,
+            severity=rule.severity,
+            where=where,
+            expected=texts.need,
+            got=texts.got,
+            fix=texts.do,
+            places=tuple(places),
+            loader_faults=rule.shown_by_loaders,
+            tp=tuple(tp),
+            sm=tuple(sm),
+            facts=facts,
+        )
 
     @classmethod
     def of(
@@ -62,6 +100,7 @@ class Finding:
         """Return a finding that describes the error."""
         where, expected, got, fix = error.where, error.need, error.got, error.fix
         return cls(
+            rule=error.rule,
             check=check,
             claim=claim,
             severity=severity,
@@ -69,6 +108,7 @@ class Finding:
             expected=expected,
             got=got,
             fix=fix,
+            facts=error.facts,
         )
 
     @property
@@ -84,10 +124,8 @@ class Finding:
         )
 
     def __str__(self) -> str:
-        return (
-            f"{VexportError(self.where, got=self.got, need=self.expected, fix=self.fix)} "
-            f"[{self.check}]"
-        )
+        problem = problem_text(self.where, got=self.got, need=self.expected, fix=self.fix)
+        return f"{problem} [{self.rule or self.check}]"
 
 
 # Dotted names of three parts and more: modules and tensors. A match starts only at the beginning of

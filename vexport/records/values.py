@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Gt, Le
 
+from vexport.words import plural as plural
+
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 # Called with (stage, done, total) to report the progress of every long stage.
@@ -61,8 +63,3 @@ def json_type(value: object) -> str:
     """Return the type of a JSON value as messages show it."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")
-
-
-def plural(number: int, noun: str, nouns: str = "") -> str:
-    """Return `1 error` or `2 errors`. `nouns` is the plural of irregular nouns."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {nouns or f'{noun}s'}"
