@@ -16,7 +16,7 @@ LAYERS = (
     {"rules"},
     {"errors"},
     {"__init__", "records"},
-    {"files", "bus_errors", "architectures", "numerics"},
+    {"files", "names", "bus_errors", "architectures", "numerics"},
     {"checkpoint", "outputs", "formats", "observers", "config_files", "foreign"},
     {"scenario", "calibration"},
     {"plan", "checks"},

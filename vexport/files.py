@@ -30,26 +30,6 @@ LFS_VERSION = b"version https://git-lfs.github.com/spec/"
 LFS_POINTER_BYTES = 1024
 
 
-def user_path(name: str | Path) -> Path:
-    """Return a path with the home folder in place of `~` or `~name`.
-
-    If the path exists as it is, with a name that starts with `~`, it is returned unchanged.
-
-    Raises:
-        InputError: If there is no such user.
-    """
-    path = Path(name)
-    if not str(name).startswith("~") or os.path.lexists(path):
-        return path
-    try:
-        return path.expanduser()
-    except RuntimeError:
-        need = "the name of a user on this machine"
-        raise InputError(
-            str(name), got="no such user", need=need, fix="write the full path"
-        ) from None
-
-
 @contextmanager
 def errors_at(place: str) -> Iterator[None]:
     """Add `place` to an OSError inside the block. The system names no file if a write fails."""

@@ -13,8 +13,8 @@ from vexport.checks.vllm.view import Target
 from vexport.engine.installed import installed_version
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, require_extra
-from vexport.files import user_path
 from vexport.formats.gpus import Names, cards, parse_capabilities, parse_sizes, with_cards
+from vexport.names import user_path
 from vexport.outputs.digests import named_digests, require_list
 from vexport.records import CheckReport, OnProgress, merged, silent
 from vexport.version import Version, parse_version

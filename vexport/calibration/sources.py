@@ -11,7 +11,6 @@ from vexport.calibration.file_rows import RawRow, rows_of_file, rows_of_saved
 from vexport.calibration.folders import read_folder
 from vexport.calibration.splits import require_file
 from vexport.checkpoint.hub import (
-    HubName,
     downloaded,
     is_hub_error,
     is_network_error,
@@ -21,6 +20,7 @@ from vexport.checkpoint.source import DEFAULT_FILE, DataName, parse_data
 from vexport.errors import InputError, first_line
 from vexport.errors.extras import require_extra
 from vexport.files import require_fetched
+from vexport.names import HubName
 from vexport.records import CalibrationData
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal, Self
+from typing import Literal
 
 from vexport.checkpoint.index import (
     INDEX_NAME,
@@ -17,10 +17,9 @@ from vexport.checkpoint.index import (
     weight_files,
 )
 from vexport.errors import EnvironmentFault, InputError, VexportError
+from vexport.names import HubName
 from vexport.records import OnProgress
 
-# As in huggingface_hub/utils/_validators.py, with a git branch, tag or commit after the @.
-_NAME = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
 # <cache>/models--ORG--NAME/snapshots/COMMIT, the layout of huggingface_hub's cache.
 _SNAPSHOT = re.compile(r"models--(?P<id>.+)/snapshots/(?P<commit>[0-9a-f]{40})$")
 RepoKind = Literal["model", "dataset"]
@@ -59,26 +58,6 @@ _OTHER_FORMATS = {
     "flax",
 }
 _OTHER_INDEX = re.compile(r".*\.(safetensors|bin|msgpack|h5)\.index\.json")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubName:
-    """A model of the hub. `revision` is a branch, tag or commit, or None for the default branch."""
-
-    id: str
-    revision: str | None = None
-
-    @classmethod
-    def parse(cls, name: str) -> Self | None:
-        """Parse ORG/NAME or ORG/NAME@REVISION. Return None for anything else.
-
-        Local folders of that name are not considered.
-        """
-        match = _NAME.fullmatch(name)
-        return cls(id=match["id"], revision=match["revision"]) if match else None
-
-    def __str__(self) -> str:
-        return f"{self.id}@{self.revision}" if self.revision else self.id
 
 
 def pinned_name(root: Path) -> str | None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Literal
 
 from vexport.checkpoint.hub import (
-    HubName,
     RepoListing,
     download,
     fetch,
@@ -34,7 +33,7 @@ from vexport.checkpoint.index import (
     require_weights_found,
 )
 from vexport.errors import EnvironmentFault, InputError, InputErrors
-from vexport.files import user_path
+from vexport.names import HubName, user_path
 from vexport.records import OnProgress, silent
 from vexport.version import __version__
 

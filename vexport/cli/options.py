@@ -344,7 +344,7 @@ class UserPath(click.Path):
 
     def convert(self, value: str | os.PathLike[str], param: Parameter, ctx: Context) -> Path:
         """Return the path. Raise InputError if there is no such user."""
-        from vexport.files import user_path
+        from vexport.names import user_path
 
         return user_path(Path(os.fsdecode(super().convert(value, param, ctx))))
 
@@ -477,7 +477,7 @@ def _paths_read(context: click.Context, parameter: click.Parameter) -> "Iterator
     be the name of a folder.
     """
     from vexport.checkpoint.source import parse_data
-    from vexport.files import user_path
+    from vexport.names import user_path
 
     value = context.params.get(str(parameter.name))
     for each in value if isinstance(value, list | tuple) else (value,):

@@ -22,7 +22,6 @@ import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
 from vexport.checkpoint.hub import (
-    HubName,
     downloaded,
     is_hub_error,
     is_network_error,
@@ -50,6 +49,7 @@ from vexport.inference.tasks import (
     task_folders,
     thinking_error,
 )
+from vexport.names import HubName
 from vexport.records import PROGRESS_DETAIL, OnProgress
 from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from vexport.errors import InputError, InputErrors, raise_all, shown
-from vexport.files import user_path
 from vexport.inference.fingerprint import TEMPLATE, Fingerprint
 from vexport.inference.tasks import require_known
 from vexport.judge.accepted import Accepted, gate_contradictions, read_accepted
+from vexport.names import user_path
 from vexport.scenario import Evaluate, Serve
 from vexport.scenario.declaring import keys_with
 from vexport.scenario.reading import problems_at

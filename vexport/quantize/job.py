@@ -25,10 +25,11 @@ from vexport.checkpoint.writer import (
     written_digest,
 )
 from vexport.errors import CheckpointFailed, InputError
-from vexport.files import digest_bytes, user_path, write_text
+from vexport.files import digest_bytes, write_text
 from vexport.formats.config import quantization_config
 from vexport.formats.packing.base import Array
 from vexport.formats.plan import Plan
+from vexport.names import user_path
 from vexport.numerics.jit import report_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
 from vexport.outputs import RECIPE

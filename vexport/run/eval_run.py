@@ -15,12 +15,10 @@ from vexport.checkpoint.source import resolve_source
 from vexport.engine.arguments import require_arguments
 from vexport.errors import InputError
 from vexport.errors.extras import attempt_all
-from vexport.files import user_path
 from vexport.inference.endpoint.server import is_url, require_address
 from vexport.inference.endpoint.tokenizer import tokenizer_of
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.inference.requested_tasks import fetch_tasks, require_tasks
-from vexport.inference.result_files import is_results
 from vexport.inference.tasks import TaskMetrics, named_in_files
 from vexport.judge.accepted import (
     accept_results,
@@ -38,6 +36,7 @@ from vexport.judge.accepted_settings import (
 from vexport.judge.comparable_results import read_document_counts, require_comparable_results
 from vexport.judge.task_settings import require_valid_against, require_valid_settings
 from vexport.judge.verdict import tasks_without_loss
+from vexport.names import is_results, user_path
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.records import ComparedRun, Verdict
 from vexport.reports.run_record import Report

@@ -11,10 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from vexport.errors import InputError, VexportError
-from vexport.files import from_json, read_json_object, user_path
+from vexport.files import from_json, read_json_object
 from vexport.inference.fingerprint import ENDPOINT, MODEL, Fingerprint, read_fingerprint
 from vexport.inference.options import BASELINE, CANDIDATE
-from vexport.inference.result_files import result_files
 from vexport.judge.accepted import (
     Accepted,
     describe_accepted,
@@ -22,6 +21,7 @@ from vexport.judge.accepted import (
     read_accepted,
 )
 from vexport.judge.verdict import decide
+from vexport.names import result_files, user_path
 from vexport.records import (
     AcceptedBaseline,
     ComparedRun,

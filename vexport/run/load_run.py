@@ -11,8 +11,8 @@ from vexport.engine.arguments import require_arguments, require_heads, require_l
 from vexport.engine.session import EngineFault, log_folder, require_vllm
 from vexport.errors import VexportError
 from vexport.errors.extras import unexpected_error
-from vexport.files import user_path
 from vexport.inference.options import EngineOptions
+from vexport.names import user_path
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.records import ENGINE_CHECK, EngineMode, Finding, LoadReport
 from vexport.run.directory import RUN_DIR, Run, logged_to, require_run_folder

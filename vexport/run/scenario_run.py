@@ -11,11 +11,12 @@ from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, VexportError
 from vexport.errors.extras import attempt_all
-from vexport.files import user_path, write_text
+from vexport.files import write_text
 from vexport.formats.schemes import KEEP
 from vexport.inference.options import BASELINE, EngineOptions
 from vexport.inference.requested_tasks import require_tasks
 from vexport.judge.task_settings import require_valid_settings
+from vexport.names import user_path
 from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.plan.source import with_default_text

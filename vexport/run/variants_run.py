@@ -9,11 +9,11 @@ from vexport.checkpoint.source import resolve_source
 from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, InputError
 from vexport.errors.extras import attempt_all
-from vexport.files import user_path
 from vexport.inference.endpoint.server import is_url
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.inference.requested_tasks import fetch_tasks, require_tasks
 from vexport.judge.task_settings import require_valid_settings
+from vexport.names import user_path
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.reports.run_record import Report
 from vexport.run.directory import RUN_DIR, RunDirectory, logged_to, require_run_folder

@@ -12,7 +12,8 @@ from vexport.checkpoint.source import DEFAULT, parse_data, with_revision
 from vexport.config_files import load_yaml
 from vexport.errors import InputError, InputErrors, clip, nearest_hint
 from vexport.errors.validation import UNKNOWN_KEY, ValidationProblem, validation_problems
-from vexport.files import read_json_object, user_path
+from vexport.files import read_json_object
+from vexport.names import user_path
 from vexport.outputs import RECIPE
 from vexport.records import GENERATION_KEYS
 from vexport.records.values import plural

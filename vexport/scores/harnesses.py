@@ -28,7 +28,7 @@ from vexport.foreign import (
     text,
     whole_number,
 )
-from vexport.inference.result_files import TIMESTAMP, result_files
+from vexport.names import TIMESTAMP, result_files
 from vexport.outputs.replaceable import resolved
 from vexport.records import Json
 from vexport.scores.endings import CUT_REASONS, Ending, ending_of

@@ -10,9 +10,8 @@ from pathlib import Path
 from vexport.calibration.data import require_rows
 from vexport.checkpoint.source import hub_name, parse_data, require_source
 from vexport.errors.extras import attempt_all
-from vexport.files import user_path
-from vexport.inference.result_files import is_results
 from vexport.inference.tasks import parse_task, task_files
+from vexport.names import is_results, user_path
 from vexport.outputs.replaceable import NamedPath
 from vexport.scenario import Calibration, Evaluate, Scenario
 

@@ -17,7 +17,7 @@ from vexport.foreign import is_whole_number, json_lines
 from vexport.inference.added_keys import FINISH_REASON, SEED
 from vexport.inference.fingerprint import read_fingerprint
 from vexport.inference.questions import HASHES
-from vexport.inference.result_files import TIMESTAMP, result_files, run_name
+from vexport.names import TIMESTAMP, result_files, run_name
 from vexport.records import Json, Prompting
 from vexport.records.values import join_limited
 from vexport.scores.aggregates import NotReadable, numbers_in, softmax

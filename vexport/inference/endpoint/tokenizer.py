@@ -7,12 +7,12 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from vexport.checkpoint.hub import HubName, fetch, list_files, side_files
+from vexport.checkpoint.hub import fetch, list_files, side_files
 from vexport.checkpoint.source import hub_name
 from vexport.errors import InputError, clip, visible
-from vexport.files import user_path
 from vexport.inference.endpoint.server import ServedModel, Server
 from vexport.inference.options import BASELINE, EngineOptions
+from vexport.names import HubName, user_path
 from vexport.records import PROGRESS_DETAIL
 from vexport.scenario import Evaluate
 

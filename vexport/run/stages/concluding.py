@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vexport.checkpoint.card import inherited_card
-from vexport.checkpoint.hub import HubName, pinned_name
+from vexport.checkpoint.hub import pinned_name
 from vexport.checkpoint.index import SourceIndex, find_quantization, read_index
 from vexport.checks.vllm.stored_schemes import stored_schemes
-from vexport.files import from_json, user_path, write_text
+from vexport.files import from_json, write_text
+from vexport.names import HubName, user_path
 from vexport.outputs.manifest import record
 from vexport.records import (
     Attribution,

@@ -19,7 +19,7 @@ from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.installed import installed_text
 from vexport.engine.messages import SessionResult
 from vexport.errors import CheckpointFailed, InputError, VexportError
-from vexport.files import digest_file, user_path
+from vexport.files import digest_file
 from vexport.inference.answers import Answers, ServedSession
 from vexport.inference.endpoint.server import require_address
 from vexport.inference.endpoint.tokenizer import tokenizer_of
@@ -42,6 +42,7 @@ from vexport.judge.drift import drift_warnings
 from vexport.judge.drift import measure_drift as drift_between
 from vexport.judge.load_judgement import judge_by_reference
 from vexport.judge.task_settings import require_valid_settings
+from vexport.names import user_path
 from vexport.records import (
     CandidateKind,
     Drift,
