@@ -68,9 +68,6 @@ def corpus_pair(aggregation: str, values: Sequence[Json], share: float = 0.01) -
         sign=1 if table.higher_is_better else -1,
         own_unit=table.unit,
         corpus=corpus,
-        changes=corpus.changes,
-        change_size=corpus.change_size,
-        scored=corpus.scored,
         margin=share * abs(corpus.reported[0]),
         relative_margin=share,
     )

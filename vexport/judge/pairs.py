@@ -4,9 +4,9 @@ The outcome of a task depends on one pair. A group with an aggregate in lm-eval 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from vexport.errors import InputError, raise_all
 from vexport.errors.extras import attempt_all, require_extra
 from vexport.foreign import LARGEST_SCORE
 from vexport.inference.questions import HASHES
-from vexport.judge.corpus import CorpusComparison, compare_corpora, worst_influence
+from vexport.judge.corpus import CorpusComparison, compare_corpora
 from vexport.judge.statistics import MIN_CLUSTERS, Clusters
 from vexport.records.accuracy import Unit
 from vexport.records.chosen_metric import direction_name, parse_chosen_metric
@@ -55,13 +55,13 @@ _TOLERANCE = 1e-6
 _SHOWN = 40
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TaskPair:
     """Both models' scores on a task, metric and filter, in the same order of responses.
 
     - `documents` has a pair of samples (baseline, candidate) for each response.
-    - `baseline` and `candidate` have the shape (responses,). If `seeds` is 1, each document has a
-      single response.
+    - `baseline` and `candidate` have the shape (responses,). For a metric of the whole corpus, they
+      have each response's contribution to the metric, in units of `own_unit`.
     - `sign` is -1 if lower is better. `direction_assumed` is True if nothing states the direction.
     - `clusters`, of the same shape, has the number of each response's cluster, or is None without
       clusters. Clusters are the tasks of a group, or the documents if `seeds` responses were
@@ -71,20 +71,8 @@ class TaskPair:
     - `own_unit` is the unit of a metric that is never a share, for example a log-likelihood in nats
       or a metric of the whole corpus. It is None for other metrics, because their unit depends on
       the values.
-    - `corpus` is the comparison by a metric of the whole corpus, or None for other metrics. With a
-      `corpus`, `baseline` and `candidate` have each response's contribution to the metric, in units
-      of `own_unit`.
-    - `changes` has, for each response, the change of the metric if only this response changes from
-      the baseline's to the candidate's. Positive is better. It is None if the change is simply the
-      difference of the response's two scores.
-    - `change_size` is the size of a typical change of a response. If it is None, the width of the
-      metric's range is used instead.
-    - `scored` is 1 for each response that is at least partly correct, else 0, shape (2, responses).
-      It is None unless the metric is of the whole corpus.
-    - `worst` has the contribution of the worst possible response to each document. It is None for
-      single tasks, and if the metric has no worst value.
-    - `to_aggregate` converts a mean of `baseline` or `candidate` to the reported value. For a
-      perplexity, the mean is a log-likelihood.
+    - `corpus` is the comparison by a metric of the whole corpus, or None for other metrics.
+    - `parts` are the pairs of the single tasks if the pair joins several tasks.
     - `undecided` is the reason why the metric cannot decide, or empty if it can.
     - `available` is the number of documents in the whole task or group, or None if unknown.
     - `margin` is the acceptable loss in the unit of a difference, or None if the verdict's margin
@@ -99,20 +87,20 @@ class TaskPair:
     baseline: Scores
     candidate: Scores
     clusters: Clusters | None = None
-    seeds: int = 1
     informational: tuple["TaskPair", ...] = ()
     own_unit: Unit | None = None
     corpus: CorpusComparison | None = None
-    changes: Scores | None = None
-    change_size: float | None = None
-    scored: Scores | None = None
-    worst: Scores | None = None
-    to_aggregate: Callable[[float], float] = float
+    parts: tuple["TaskPair", ...] = ()
     undecided: str = ""
     available: int | None = None
     direction_assumed: bool = False
     margin: float | None = None
     relative_margin: float | None = None
+
+    @cached_property
+    def seeds(self) -> int:
+        """Number of responses to each document."""
+        return 1 + max(sample.seed for sample, _ in self.documents)
 
     @property
     def unit(self) -> Unit:
@@ -150,8 +138,36 @@ class TaskPair:
 
     @property
     def changed(self) -> Scores:
-        """Change of each response: positive if it got better, 0 if its score is the same."""
-        return self.gain if self.changes is None else self.changes
+        """Change of each response: positive if it got better, 0 if its score is the same.
+
+        For a metric of the whole corpus, it is the change of the metric if only this response
+        changes.
+        """
+        if self.corpus is not None:
+            return self.corpus.changes
+        if self.is_joined_corpus:
+            return np.concatenate([part.changed for part in self.parts])
+        return self.gain
+
+    @property
+    def scored(self) -> Scores | None:
+        """1 for each response that is at least partly correct, else 0, shape (2, responses).
+
+        It is None unless the metric is of the whole corpus.
+        """
+        if self.corpus is not None:
+            return self.corpus.scored
+        parts = [part.scored for part in self.parts if part.scored is not None]
+        return np.concatenate(parts, axis=1) if self.is_joined_corpus else None
+
+    def to_aggregate(self, value: float) -> float:
+        """Convert a mean of scores to the reported value.
+
+        For a perplexity, the mean is a log-likelihood.
+        """
+        if self.corpus is not None:
+            return self.corpus.table.to_aggregate(value)
+        return self.parts[0].to_aggregate(value) if self.parts else value
 
     @property
     def wins(self) -> int:
@@ -193,10 +209,12 @@ class TaskPair:
     def range_width(self) -> float:
         """Size of the largest change of a response: the width of the metric's range, at least 1.
 
-        If `change_size` is set, it is used instead.
+        For a metric of the whole corpus, it is the size of a typical change.
         """
-        if self.change_size is not None:
-            return self.change_size
+        if self.corpus is not None:
+            return self.corpus.change_size
+        if self.is_joined_corpus:
+            return max(part.range_width for part in self.parts)
         return max(1.0, float(np.ptp(np.concatenate([self.baseline, self.candidate]))))
 
     @property
@@ -209,7 +227,7 @@ class TaskPair:
     @property
     def is_joined_corpus(self) -> bool:
         """True if the pair joins several tasks that each have a metric of the whole corpus."""
-        return self.corpus is None and self.scored is not None
+        return bool(self.parts) and all(part.corpus is not None for part in self.parts)
 
     @property
     def key(self) -> tuple[str, str, int, Unit | None]:
@@ -513,9 +531,6 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
     mean is a log-likelihood, so the group's perplexity is the geometric mean of the tasks'
     perplexities.
     """
-    scored = [pair.scored for pair in pairs if pair.scored is not None]
-    influences = [worst_influence(pair.corpus.table) for pair in pairs if pair.corpus is not None]
-    worst = [influence for influence in influences if influence is not None]
     return replace(
         pairs[0],
         task=name,
@@ -523,17 +538,9 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
         baseline=np.concatenate([pair.baseline for pair in pairs]),
         candidate=np.concatenate([pair.candidate for pair in pairs]),
         corpus=None,
-        changes=None
-        if pairs[0].changes is None
-        else np.concatenate([pair.changed for pair in pairs]),
-        change_size=None
-        if pairs[0].change_size is None
-        else max(pair.change_size or 0.0 for pair in pairs),
-        scored=np.concatenate(scored, axis=1) if len(scored) == len(pairs) else None,
-        worst=np.concatenate(worst) if len(worst) == len(pairs) else None,
+        parts=tuple(pairs),
         undecided=next((pair.undecided for pair in pairs if pair.undecided), ""),
         clusters=clusters,
-        seeds=max(pair.seeds for pair in pairs),
         informational=(),
     )
 
@@ -666,7 +673,6 @@ def _pair(
         baseline=left,
         candidate=right,
         clusters=_documents_as_clusters(pairs),
-        seeds=1 + max(sample.seed for sample, _ in pairs),
         undecided=kind.undecided or other_kind.undecided,
         direction_assumed=kind.is_assumed,
     )
@@ -722,7 +728,6 @@ def _corpus_pair(
         baseline=np.zeros(len(pairs)),
         candidate=np.zeros(len(pairs)),
         clusters=_documents_as_clusters(pairs),
-        seeds=1 + max(sample.seed for sample, _ in pairs),
     )
     pair = _with_corpus(pair, table)
     if pair.seeds == 1:
@@ -745,10 +750,6 @@ def _with_corpus(pair: TaskPair, table: Table) -> TaskPair:
         candidate=corpus.influence[1],
         own_unit=table.unit,
         corpus=corpus,
-        changes=corpus.changes,
-        change_size=corpus.change_size,
-        scored=corpus.scored,
-        to_aggregate=table.to_aggregate,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from vexport.judge.corpus import compare_corpora
+from vexport.judge.corpus import compare_corpora, worst_influence
 from vexport.judge.pairs import TaskPair
 from vexport.scores.table import Scores
 
@@ -24,9 +24,19 @@ def with_worst_candidate(pair: TaskPair) -> TaskPair | None:
         if table.worst is None:
             return None
         corpus = compare_corpora(replace(table, candidate=table.worst), pair.clusters)
-        return replace(pair, candidate=corpus.influence[1], changes=corpus.changes, corpus=corpus)
-    worst = pair.worst if pair.own_unit is not None else _worst_shares(pair)
-    return None if worst is None else replace(pair, candidate=worst, changes=None)
+        return replace(pair, candidate=corpus.influence[1], corpus=corpus)
+    worst = _worst_shares(pair) if pair.own_unit is None else _worst_parts(pair)
+    return None if worst is None else replace(pair, candidate=worst)
+
+
+def _worst_parts(pair: TaskPair) -> Scores | None:
+    """Return the worst contributions to the metrics of joined tasks, None if one has no worst."""
+    worst = [
+        influence
+        for part in pair.parts
+        if part.corpus is not None and (influence := worst_influence(part.corpus.table)) is not None
+    ]
+    return np.concatenate(worst) if worst and len(worst) == len(pair.parts) else None
 
 
 def _worst_shares(pair: TaskPair) -> Scores | None:
