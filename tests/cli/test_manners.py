@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -332,13 +331,15 @@ def test_completion_after_unknown_command_has_no_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "has", "lacks"),
-    [(0, "--calibration", "no such word"), (128, "more bits", "--calibration")],
+    ("is_calibrated", "has", "lacks"),
+    [(False, "--calibration", "no such word"), (True, "more bits", "--calibration")],
 )
 def test_failed_report_proposes_calibration_first(
-    tmp_path: Path, rows: int, has: str, lacks: str
+    tmp_path: Path, is_calibrated: bool, has: str, lacks: str
 ) -> None:
-    failed = replace(sample.report("FAIL"), calibration_rows=rows)
+    failed = sample.report("FAIL")
+    if not is_calibrated:
+        failed = sample.with_made(failed, calibration=None)
     (tmp_path / "report.json").write_text(to_json(failed))
     ran = vexport("report", tmp_path)
     assert ran.code == 1

@@ -32,7 +32,8 @@ def run(lm_eval_runs: Path, tmp_path: Path) -> Path:
     answers = results_file(folder).parent
     write_fingerprint(answers, {"model": "5555", "vllm": "0.32.0"})
     own = decide(lm_eval_runs / "worse", answers, margin=MARGIN, alpha=0.05)
-    report = replace(sample.report(), created=now(), verdict=own, reason=own.reason)
+    call = replace(sample.WHOLE.call, created=now())
+    report = replace(sample.report(), call=call, verdict=own, reason=own.reason)
     (folder / "report.json").write_text(to_json(report))
     return folder
 

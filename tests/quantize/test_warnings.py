@@ -54,7 +54,7 @@ def test_kept_layers_and_few_quantized_weights() -> None:
         return Finding(check="shape", severity="info", where=where, expected="", got=got, fix=fix)
 
     notes = (note("down", KEPT), note("up", KEPT), note("gate", "stored in groups of 64"))
-    plan = replace(sample.plan_of(sample.report()), notes=notes)
+    plan = replace(sample.made_of(sample.report()).plan, notes=notes)
     kept, grouped = unsupported_warnings(plan)
     assert_contains(kept, "down and 1 more", "unquantized", "576")
     assert_contains(grouped, "gate", "groups of 64", "576")

@@ -5,9 +5,9 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from vexport.files import from_json
-from vexport.formats.plan import Plan
 from vexport.records import (
     Canary,
     CheckReport,
@@ -21,7 +21,7 @@ from vexport.records import (
     TokenDrift,
     Verdict,
 )
-from vexport.reports.run_record import Report
+from vexport.reports.run_record import Baseline, MadeCheckpoint, Report, Source
 
 HOSTILE = (
     "<script>alert(1)</script> ]]> \"'`|*_[x](http://evil.example/a) @team\n::error::x\x1b[31mred"
@@ -47,9 +47,15 @@ _REASONS = {
 
 assert WHOLE.verdict is not None
 assert WHOLE.drift is not None
-assert WHOLE.dry_load is not None
+assert WHOLE.made is not None
+assert WHOLE.made.dry_load is not None
 assert WHOLE.attribution is not None
-_VERDICT, _DRIFT, _DRY_LOAD, _CAUSE = WHOLE.verdict, WHOLE.drift, WHOLE.dry_load, WHOLE.attribution
+_VERDICT, _DRIFT, _DRY_LOAD, _CAUSE = (
+    WHOLE.verdict,
+    WHOLE.drift,
+    WHOLE.made.dry_load,
+    WHOLE.attribution,
+)
 
 
 def finding(severity: str = "warning", *, where: str = "model.layers.2.mlp.down_proj") -> Finding:
@@ -63,7 +69,7 @@ def finding(severity: str = "warning", *, where: str = "model.layers.2.mlp.down_
             got="0.00217, 0.00217 and 0.00304",
             fix="export again, or run vexport repair",
         )
-    (warning,) = check_of(WHOLE).findings
+    (warning,) = made_of(WHOLE).check.findings
     return replace(warning, severity="warning" if severity == "warning" else "info", where=where)
 
 
@@ -78,14 +84,19 @@ def load(checkpoint: str = "runs/demo-nvfp4/checkpoint") -> LoadReport:
     return replace(load_of(WHOLE), checkpoint=checkpoint)
 
 
-def plan_of(report: Report) -> Plan:
-    assert report.plan is not None
-    return report.plan
+def made_of(report: Report) -> MadeCheckpoint:
+    assert report.made is not None
+    return report.made
 
 
-def check_of(report: Report) -> CheckReport:
-    assert report.check is not None
-    return report.check
+def with_made(report: Report, **changes: Any) -> Report:
+    """Return the report with other facts on the checkpoint that the run made."""
+    return replace(report, made=replace(made_of(report), **changes))
+
+
+def with_source(report: Report, name: str, **changes: Any) -> Report:
+    """Return the report with another source, with further changes."""
+    return with_made(report, source=replace(made_of(report).source, name=name, **changes))
 
 
 def load_of(report: Report) -> LoadReport:
@@ -122,8 +133,9 @@ def verdict(outcome: Outcome = "PASS") -> Verdict:
 
 def report(outcome: Outcome = "PASS") -> Report:
     """Return a run that reached its verdict, without optional parts."""
-    judged = replace(full(outcome), source_card={}, drift=None, attribution=None)
-    return replace(judged, sensitivity=None, mixed=None, dry_load=None)
+    judged = replace(full(outcome), drift=None, attribution=None)
+    source = replace(made_of(WHOLE).source, card={})
+    return with_made(judged, source=source, sensitivity=None, mixed=None, dry_load=None)
 
 
 def full(outcome: Outcome = "PASS") -> Report:
@@ -140,15 +152,14 @@ def unloaded() -> Report:
     """Return a run that failed its check. Its engine never started, and accuracy was not judged."""
     error = finding("error", where="model.layers.0.self_attn.qkv_proj")
     checkpoint = "runs/demo-nvfp4/checkpoint"
+    findings = (finding(), error, finding("info"))
+    checked = CheckReport(checkpoint=checkpoint, ok=False, findings=findings)
     return replace(
-        report("FAIL"),
+        with_made(report("FAIL"), check=checked),
         reason=f"check: {error}",
-        check=CheckReport(
-            checkpoint=checkpoint, ok=False, findings=(finding(), error, finding("info"))
-        ),
-        load=LoadReport(checkpoint=checkpoint, ok=False, findings=()),
+        load=None,
         verdict=None,
-        seconds={"plan": 0.21, "check": 0.9},
+        call=replace(WHOLE.call, seconds={"plan": 0.21, "check": 0.9}),
     )
 
 
@@ -184,26 +195,30 @@ def hostile() -> Report:
         canaries=(canary,),
         engine=replace(engine(), kernels=(HOSTILE,), blind_spots=(HOSTILE,), processor=HOSTILE),
     )
-    return replace(
-        base,
-        name=HOSTILE,
-        source=HOSTILE,
-        command=HOSTILE,
-        reason=HOSTILE,
+    made = made_of(base)
+    spoiled_checkpoint = replace(
+        made,
+        source=Source(name=HOSTILE, card={"license": HOSTILE, "language": (HOSTILE,)}),
         plan=replace(
-            plan_of(base),
+            made.plan,
             source=HOSTILE,
             architecture=HOSTILE,
             kept_linears=(HOSTILE,),
             refusals=(bad,),
         ),
-        layers=(LayerError(name=HOSTILE, scheme=HOSTILE, snr_db=12.0), *base.layers),
+        layers=(LayerError(name=HOSTILE, scheme=HOSTILE, snr_db=12.0), *made.layers),
         check=CheckReport(checkpoint=HOSTILE, ok=False, findings=(bad,)),
-        baseline_load=spoiled,
+        dry_load=replace(_DRY_LOAD, rows=(replace(_DRY_LOAD.rows[0], name=HOSTILE),)),
+    )
+    return replace(
+        base,
+        name=HOSTILE,
+        reason=HOSTILE,
+        call=replace(base.call, command=HOSTILE),
+        made=spoiled_checkpoint,
+        baseline=Baseline(name="demo/model", load=spoiled),
         load=spoiled,
         verdict=replace(judged, reason=HOSTILE, method=HOSTILE, tasks=tasks, warnings=(HOSTILE,)),
-        source_card={"license": HOSTILE, "language": (HOSTILE,)},
         drift=replace(_DRIFT, worst=(replace(_DRIFT.worst[0], prompt=HOSTILE, tokens=tokens),)),
         attribution=replace(_CAUSE, harness=(HOSTILE,)),
-        dry_load=replace(_DRY_LOAD, rows=(replace(_DRY_LOAD.rows[0], name=HOSTILE),)),
     )

@@ -21,7 +21,7 @@ BOMB = (
 
 
 def test_hub_reads_front_matter() -> None:
-    report = replace(sample.full(), source="meta-llama/Llama-3.1-8B")
+    report = sample.with_source(sample.full(), "meta-llama/Llama-3.1-8B")
     data: Any = ModelCard(render(report, "card")).data
     assert data.base_model == "meta-llama/Llama-3.1-8B"
     assert data.license == "apache-2.0"
@@ -34,14 +34,12 @@ def test_hub_reads_front_matter() -> None:
 
 
 def test_base_model_needs_hub_source() -> None:
-    report = replace(sample.full(), source="/models/llama")
+    report = sample.with_source(sample.full(), "/models/llama")
     data: Any = ModelCard(render(report, "card")).data
     assert "base_model" not in data.to_dict()
     assert "# NVFP4 of llama\n" in render(report, "card")
     assert "/models" not in render(report, "card")
-    report = replace(
-        sample.full(), source="/cache/abc", source_name="Qwen/Qwen3-0.6B", source_card={}
-    )
+    report = sample.with_source(sample.full(), "/cache/abc", id="Qwen/Qwen3-0.6B", card={})
     card = ModelCard(render(report, "card"))
     data = card.data
     assert (data.base_model, data.to_dict()["base_model_relation"]) == (

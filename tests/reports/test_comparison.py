@@ -23,14 +23,17 @@ from vexport.run.comparison import compared_run, mark_smallest, outcome_of
 def runs() -> list[Report]:
     """Return three runs, newest first. The newest failed at the check and is the smallest."""
     base = sample.full()
-    small, larger = (
-        replace(sample.plan_of(base), output_bytes=size) for size in (1_000_000, 1_100_000)
-    )
     return [
-        replace(sample.unloaded(), name="third", created="2025-03-16T00:00:00Z", plan=small),
-        replace(base, name="first", created="2025-03-14T00:00:00Z"),
-        replace(base, name="second", created="2025-03-15T00:00:00Z", plan=larger),
+        _run(sample.unloaded(), "third", day=16, output_bytes=1_000_000),
+        _run(base, "first", day=14, output_bytes=sample.made_of(base).plan.output_bytes),
+        _run(base, "second", day=15, output_bytes=1_100_000),
     ]
+
+
+def _run(report: Report, name: str, *, day: int, output_bytes: int) -> Report:
+    plan = replace(sample.made_of(report).plan, output_bytes=output_bytes)
+    call = replace(report.call, created=f"2025-03-{day}T00:00:00Z")
+    return replace(sample.with_made(report, plan=plan), name=name, call=call)
 
 
 def rows() -> tuple[ComparedRun, ...]:

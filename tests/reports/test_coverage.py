@@ -16,6 +16,7 @@ from vexport.records.calibration import (
 from vexport.reports import render
 from vexport.reports.formatting import coverage_lines
 from vexport.reports.layers import rounding_lines
+from vexport.reports.run_record import Report
 
 ROUTED = {
     "layers.0.experts": (5, 0, 9, 2),
@@ -46,9 +47,15 @@ def test_coverage_lines_name_unreached_experts() -> None:
     assert [layer.none for layer in COVERAGE] == [(1,), (0, 1, 2), ()]
 
 
+def with_coverage(report: Report) -> Report:
+    calibration = sample.made_of(report).calibration
+    assert calibration is not None
+    return sample.with_made(report, calibration=replace(calibration, experts=COVERAGE))
+
+
 @pytest.mark.parametrize("format", ["text", "markdown", "html"])
 def test_reports_show_coverage(format: str) -> None:
-    text = " ".join(render(replace(sample.report(), experts=COVERAGE), format).split())
+    text = " ".join(render(with_coverage(sample.report()), format).split())
     assert [line for line in coverage_lines(COVERAGE) if line not in text] == []
     assert "routed" not in render(sample.report(), format)
 
@@ -83,7 +90,7 @@ def test_rounding_lines_show_strength_and_gain() -> None:
 
 
 def test_reports_show_rounding() -> None:
-    report = replace(sample.report(), rounding=ROUNDING)
+    report = sample.with_made(sample.report(), rounding=ROUNDING)
     page, card, text = (render(report, format_) for format_ in ("html", "card", "text"))
     assert FALLEN_BACK.fallback
     for words in (QKV.name, "4.0%", "2.0%", FALLEN_BACK.fallback):

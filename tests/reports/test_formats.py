@@ -71,14 +71,14 @@ def test_readable_formats_show_numbers(format: str) -> None:
     report = sample.report("FAIL")
     text = " ".join(render(report, format).split())
     assert report.verdict is not None
-    plan, logprobs = sample.plan_of(report), sample.load_of(report).logprobs
+    plan, logprobs = sample.made_of(report).plan, sample.load_of(report).logprobs
     assert logprobs is not None
     numbers = [size(plan.source_bytes), size(plan.output_bytes)]
     numbers += [bits_per_weight(plan.output_bytes, plan.parameters)]
     numbers += [small(logprobs.mean_kl), small(logprobs.max_kl)]
     numbers += [
         percent(logprobs.top1_agreement),
-        duration(sum(report.seconds.values())),
+        duration(sum(report.call.seconds.values())),
     ]
     for task in report.verdict.tasks:
         scale = scale_of(task)
@@ -124,7 +124,7 @@ FINDING_KEYS = {"check", "claim", "severity", "where", "expected", "got", "fix",
 
 def test_check_json() -> None:
     reports = [
-        sample.check_of(sample.unloaded()),
+        sample.made_of(sample.unloaded()).check,
         CheckReport(checkpoint="other", ok=True, findings=()),
     ]
     answer = json.loads(render_checks(reports, "json"))
@@ -144,7 +144,7 @@ def test_check_json() -> None:
     assert json.loads(render_checks([], "json")) == []
     schema = json.loads((FOLDER / "check.schema.json").read_text(encoding="utf-8"))
     jsonschema.validate(
-        json.loads(render_checks([sample.check_of(sample.unloaded())], "json")), schema
+        json.loads(render_checks([sample.made_of(sample.unloaded()).check], "json")), schema
     )
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate([{"checkpoint": "a", "ok": True}], schema)
@@ -189,7 +189,7 @@ def test_junit_cases_of_gates() -> None:
 def test_github_annotations_are_limited() -> None:
     findings = tuple(replace(sample.finding("error"), check=f"family {n}") for n in range(30))
     check = CheckReport(checkpoint="a", ok=False, findings=findings)
-    lines = render(replace(sample.unloaded(), check=check), "github").splitlines()
+    lines = render(sample.with_made(sample.unloaded(), check=check), "github").splitlines()
     assert [line.startswith("::error title=") for line in lines] == [True] * 10 + [False]
     assert_contains(lines[-1], "21 more", "--format json")
     for line in render(sample.hostile(), "github").splitlines():
@@ -222,7 +222,9 @@ def test_checks_loads_and_verdicts_share_formats(format: str) -> None:
     hostile = sample.hostile()
     assert hostile.verdict is not None
     for text in (
-        render_checks([sample.check_of(hostile), sample.check_of(sample.report())], format),
+        render_checks(
+            [sample.made_of(hostile).check, sample.made_of(sample.report()).check], format
+        ),
         render_loads([sample.load_of(hostile), sample.load()], format),
         render_verdicts([hostile.verdict], format),
     ):
@@ -298,7 +300,7 @@ def test_committed_schemas_are_current(name: str) -> None:
 
 def test_given_checkpoint_has_scheme_and_format() -> None:
     given = GivenCheckpoint(name="model", schemes=("W4A16_G64",), format="pack-quantized")
-    made = replace(sample.report(), plan=None, given=given)
+    made = replace(sample.report(), made=None, given=given)
     text = render(made, "text")
     assert re.search(r"^schemes +W4A16_G64$", text, re.MULTILINE)
     assert re.search(r"^format +pack-quantized$", text, re.MULTILINE)

@@ -26,7 +26,7 @@ from vexport.records import (
     Verdict,
 )
 from vexport.reports import render_history
-from vexport.reports.run_record import Report
+from vexport.reports.run_record import Baseline, Report
 from vexport.run.history import RunResult, points_in_time
 from vexport.run.regressions import history_of
 
@@ -56,11 +56,9 @@ def run(judged: Verdict | None, *, day: int = 30, checkpoint: str = "out/qwen3")
     return replace(
         sample.report(outcome),
         name="qwen3",
-        created=f"2026-11-{day:02d}T09:00:00+00:00",
-        source=None,
-        baseline="baseline.json",
-        plan=None,
-        check=None,
+        call=replace(sample.WHOLE.call, created=f"2026-11-{day:02d}T09:00:00+00:00"),
+        made=None,
+        baseline=Baseline(name="baseline.json"),
         load=None,
         given=GivenCheckpoint(name=checkpoint, format="pack-quantized", num_bytes=2_400_000),
         verdict=judged,

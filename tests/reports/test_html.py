@@ -19,7 +19,7 @@ import pytest
 
 from tests.reports import sample
 from tests.texts import assert_contains
-from vexport.records import CandidateKind, KindSize
+from vexport.records import CandidateKind, Finding, KindSize
 from vexport.reports import document, render
 from vexport.reports.accuracy import forests
 from vexport.reports.layers import layer_kind
@@ -122,7 +122,9 @@ def test_page_shows_gaps_and_provenance() -> None:
     words = " ".join(" ".join(Page(render(report, "html")).words).split())
     engine = sample.load_of(report).engine
     assert engine is not None
-    provenance = (report.command, str(report.source), str(report.calibration_digest))
+    made = sample.made_of(report)
+    assert made.calibration is not None
+    provenance = (report.call.command, made.source.name, made.calibration.digest)
     assert all(text in words for text in (*engine.blind_spots, *provenance))
 
 
@@ -281,11 +283,16 @@ def test_sizes_by_kind_of_layer() -> None:
         KindSize(kind="mlp", source_bytes=2_000_000, output_bytes=600_000),
         KindSize(kind="embed_tokens", source_bytes=800_000, output_bytes=800_000),
     )
-    page = Page(render(replace(sample.report(), sizes=sizes), "html"))
+    page = Page(render(sample.with_made(sample.report(), sizes=sizes), "html"))
     words = [word.strip() for word in page.words if word.strip()]
     start = words.index("mlp")
     assert words[start : start + 4] == ["mlp", "2.00 MB", "600 kB", "30%"]
     assert words[start + 4 : start + 8] == ["embed_tokens", "800 kB", "800 kB", "100%"]
+
+
+def with_findings(report: Report, *findings: Finding) -> Report:
+    check = replace(sample.made_of(report).check, findings=findings)
+    return sample.with_made(report, check=check)
 
 
 def test_findings_of_one_kind_are_one_row() -> None:
@@ -297,13 +304,11 @@ def test_findings_of_one_kind_are_one_row() -> None:
         sample.finding("error", where="config.json: quantization_config"), check="config"
     )
     base = sample.unloaded()
-    text = render(replace(base, check=replace(sample.check_of(base), findings=many)), "html")
+    text = render(with_findings(base, *many), "html")
     assert "model.layers.0-119.mlp.up_proj" in text
     assert "119 more like it" in text
     assert text.count("0.00217, 0.00217 and 0.00304</div>") == 1
-    text = render(
-        replace(base, check=replace(sample.check_of(base), findings=(cause, *many))), "html"
-    )
+    text = render(with_findings(base, cause, *many), "html")
     (summary,) = re.findall(r"<summary>([^<]*\bfindings\b[^<]*)</summary>", text)
     assert_contains(summary, "120 findings", "config.json: quantization_config")
 
@@ -311,7 +316,7 @@ def test_findings_of_one_kind_are_one_row() -> None:
 def test_finding_without_need_has_no_row_for_it() -> None:
     base = sample.unloaded()
     found = replace(sample.finding("error"), expected="", got="width 320 is no multiple of 128")
-    page = render(replace(base, check=replace(sample.check_of(base), findings=(found,))), "html")
+    page = render(with_findings(base, found), "html")
     cells = dict(re.findall(r'<td data-label="(\w+)" class="([^"]*)"><div>', page))
     assert "empty" in cells["Need"]
     assert "empty" not in cells["Got"] + cells["Do"]
@@ -325,7 +330,7 @@ def test_words_of_findings_are_not_broken(width: int, tmp_path: Path) -> None:
     base = sample.unloaded()
     found = sample.finding("warning")
     long = replace(found, got=f"digest {'0' * 300}", expected="arguments", fix="quantize again")
-    page = render(replace(base, check=replace(sample.check_of(base), findings=(long,))), "html")
+    page = render(with_findings(base, long), "html")
     script = """<script>onload = () => {
       let broken = [];
       for (const cell of document.querySelectorAll('#findings td[data-label] > div')) {
@@ -380,7 +385,7 @@ def test_columns_name_the_candidate(kind: CandidateKind) -> None:
 def test_greedy_continuations_without_baseline() -> None:
     """Without a baseline that ran, there is no box for it."""
     assert sample.load().canaries
-    made = replace(sample.report(), baseline_load=None)
+    made = replace(sample.report(), baseline=None)
     labels = [words for words in Page(render(made, "html")).words if "ended by" in words]
     assert labels
     assert not any(label.startswith("baseline") for label in labels)

@@ -14,7 +14,6 @@ from vexport.reports import render, render_verdicts
 from vexport.reports.formatting import next_step_of_verdict
 from vexport.run.directory import portable
 from vexport.run.stages.concluding import (
-    NOT_RUN,
     conclusion_of_made,
     size_by_kind,
     source_name,
@@ -41,12 +40,12 @@ def test_failed_stage_names_first_error(stage: str) -> None:
     errors = (sample.finding(), sample.finding("error"), sample.finding("error", where="lm_head"))
     check = CheckReport(checkpoint="c", ok=False, findings=errors) if stage == "check" else GOOD
     failed = replace(sample.load(), ok=False, findings=errors)
-    loaded = NOT_RUN if stage == "check" else failed
+    loaded = None if stage == "check" else failed
     outcome, reason = conclusion_of_made(check, None, loaded, None)
     assert outcome == "FAIL"
     assert reason.startswith(f"{stage}: model.layers.2.mlp.down_proj: ")
     assert "1 more error" in reason
-    report = replace(sample.unloaded(), reason=reason, check=check, load=loaded)
+    report = replace(sample.with_made(sample.unloaded(), check=check), reason=reason, load=loaded)
     text = render(report, "text")
     assert text.startswith("FAIL  demo" if stage == "check" else "FAIL on CPU, emulated  demo")
     assert "% of the size." not in text

@@ -113,7 +113,8 @@ def test_demo_passes_and_resumes(tmp_path: Path) -> None:
     names += ["scenario.yaml", "checkpoint/config.json"]
     assert all((folder / name).is_file() for name in names)
     report = report_of(folder)
-    assert (report["source_name"], report["source"]) == ("demo", "scenarios/demo/model")
+    source = report["made"]["source"]
+    assert (source["id"], source["name"]) == ("demo", "scenarios/demo/model")
     links = re.findall(r'href="([^#"]*)"', (folder / "report.html").read_text(encoding="utf-8"))
     assert {"checkpoint/", "scenario.yaml", "report.json", "eval/candidate/vllm.log"} <= set(links)
     assert all((folder / link).exists() for link in links)

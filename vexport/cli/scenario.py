@@ -205,7 +205,7 @@ def _show_comparison(runs: "Sequence[RunResult]", output: OutputOptions) -> _Con
     from vexport.reports import render_comparison
     from vexport.run.comparison import compared_run, mark_smallest
 
-    ordered = sorted(runs, key=lambda run: run.report.created)
+    ordered = sorted(runs, key=lambda run: run.report.call.created)
     compared = [
         _render_report(run.folder, partial(compared_run, run.report, run.name)) for run in ordered
     ]
@@ -225,13 +225,11 @@ def _fix(report: "Report") -> str:
         return ADVICE_VARIANTS
     if report.outcome != "FAIL":
         return ""
-    stages = (report.check, report.dry_load, report.load)
-    loads = all(stage is None or stage.ok for stage in stages)
-    if not loads or report.verdict is None or report.verdict.outcome != "FAIL":
+    if not report.loads or report.verdict is None or report.verdict.outcome != "FAIL":
         return ADVICE_FINDINGS
-    if report.plan is None:
+    if report.made is None:
         return ADVICE_LOSS
-    return ADVICE_LOSS_CALIBRATED if report.calibration_rows else ADVICE_LOSS_UNCALIBRATED
+    return ADVICE_LOSS_CALIBRATED if report.made.calibration else ADVICE_LOSS_UNCALIBRATED
 
 
 def _show_history(results: "Sequence[Result]", output: OutputOptions) -> _Conclusion:

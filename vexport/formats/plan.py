@@ -160,3 +160,9 @@ class Plan:
     def schemes(self) -> tuple[str, ...]:
         """Names of the schemes in use, in order of first use."""
         return tuple(scheme.name for scheme in self.used_schemes)
+
+    @property
+    def scheme_names(self) -> str:
+        """Names of the schemes, and the storage of the KV cache if it is calibrated."""
+        cache = (f"{self.kv_cache} KV cache",) if self.kv_cache else ()
+        return ", ".join((*self.schemes, *cache)) or "nothing quantized"

@@ -320,11 +320,6 @@ class LoadReport:
     canaries: tuple[Canary, ...] = ()
     logprobs: LogprobAgreement | None = None
 
-    @property
-    def was_tried(self) -> bool:
-        """Return False if the load was skipped because an earlier stage failed."""
-        return self.ok or bool(self.findings) or self.engine is not None
-
 
 CellStatus = Literal["loads", "other precision", "faulty", "refused", "not shown"]
 

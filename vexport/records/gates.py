@@ -83,9 +83,9 @@ def checkpoint_gate(
     return findings_gate(name, report.findings, ok=report.ok, with_message=with_message)
 
 
-def load_gate(name: str, report: LoadReport) -> Gate:
+def load_gate(name: str, report: LoadReport | None) -> Gate:
     """Return the gate of a load. It is skipped if the load was never tried."""
-    if not report.was_tried:
+    if report is None:
         return Gate(name=name, status="SKIPPED", message=NOT_RUN)
     return checkpoint_gate(name, report)
 

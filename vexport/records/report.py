@@ -128,6 +128,10 @@ class GivenCheckpoint:
     source_bytes: int | None = None
     parameters: int | None = None
 
+    @property
+    def scheme_names(self) -> str:
+        return ", ".join(self.schemes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRun:

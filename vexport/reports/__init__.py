@@ -99,7 +99,7 @@ def render(
         return card.render(report)
     if format == "junit":
         warnings = {report.name: _doubts(report)}
-        return ci.junit([(report.name, report_gates(report))], report.seconds, warnings)
+        return ci.junit([(report.name, report_gates(report))], report.call.seconds, warnings)
     files = run_files(folder, page or folder) if format == "html" and folder else ()
     return _rendered(
         report,

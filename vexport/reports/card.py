@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from vexport.errors import InputError, visible
-from vexport.formats.plan import Plan
 from vexport.quantize.warnings import fallback_warnings
 from vexport.records import Verdict
 from vexport.records.values import plural
@@ -19,16 +18,14 @@ from vexport.reports.formatting import (
     coverage_lines,
     engine_line,
     outcome_line,
-    report_device,
     report_sentence,
-    schemes_in_use,
     served_with,
     size_change,
     task_title,
 )
 from vexport.reports.layers import rounding_lines
 from vexport.reports.renderers.markdown import render_parts, safe
-from vexport.reports.run_record import Report
+from vexport.reports.run_record import MadeCheckpoint, Report, Source
 
 # Matches a name on the hub (see huggingface_hub.utils.validate_repo_id), but no absolute or nested
 # local path.
@@ -41,12 +38,11 @@ _ABSOLUTE = re.compile(r"(^|[\s='\"])(/[^\s'\"]*)")
 
 def render(report: Report) -> str:
     """Return the card. Users copy it into the checkpoint as README.md before they upload it."""
-    plan = _plan(report)
+    made = _made(report)
     answer = (
-        f"**{safe(outcome_line(report.outcome, report_device(report)))}**: "
-        f"{safe(report_sentence(report))}"
+        f"**{safe(outcome_line(report.outcome, report.device))}**: {safe(report_sentence(report))}"
     )
-    title = f"# {safe(_model_name(report))}\n\n{safe(size_change(plan))}."
+    title = f"# {safe(_model_name(made))}\n\n{safe(size_change(made.plan))}."
     # The version of vLLM that loaded the checkpoint. Readers fill in the checkpoint's name.
     version = report.load.engine.vllm if report.load and report.load.engine else ""
     install = f'pip install "vllm>={version}"\n' if _VERSION.fullmatch(version) else ""
@@ -55,29 +51,28 @@ def render(report: Report) -> str:
             "Use", (Paragraph(f"{install}vllm serve PATH_OR_NAME_OF_THIS_CHECKPOINT", "code"),)
         ),
         _accuracy(report.verdict) if report.verdict else None,
-        Section("How it was made", (Listing(row(*_facts(report))),)),
+        Section("How it was made", (Listing(row(*_facts(report, made))),)),
     )
-    return (
-        f"---\n{_front_matter(report)}\n---\n\n{title}\n\n{answer}\n\n{render_parts(content, 2)}\n"
-    )
+    head = f"---\n{_front_matter(report, made)}\n---"
+    return f"{head}\n\n{title}\n\n{answer}\n\n{render_parts(content, 2)}\n"
 
 
-def _plan(report: Report) -> Plan:
-    """Return the plan. Raise InputError for a given checkpoint, because it has no plan."""
-    if report.plan is None:
+def _made(report: Report) -> MadeCheckpoint:
+    """Return the checkpoint. Raise InputError for a given checkpoint, because it has no plan."""
+    if report.made is None:
         raise InputError(
             report.name,
             got="a report on a checkpoint that was given",
             need="a run that made its checkpoint, as a model card requires",
             fix="choose another --format, or report on a run of `vexport run`",
         )
-    return report.plan
+    return report.made
 
 
-def _front_matter(report: Report) -> str:
+def _front_matter(report: Report, made: MadeCheckpoint) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
-    source = _source_name(report)
+    source = _source_name(made.source)
     base = source if _HUB_ID.fullmatch(source) else None
     results = [
         EvalResult(
@@ -94,46 +89,44 @@ def _front_matter(report: Report) -> str:
     data = ModelCardData(
         base_model=base,
         base_model_relation="quantized" if base else None,
-        language=list(_inherited(report, "language")) or None,
+        language=list(_inherited(made.source, "language")) or None,
         library_name="vllm",
-        license=_first(report, "license"),
-        license_name=_first(report, "license_name"),
-        license_link=_first(report, "license_link"),
-        model_name=_model_name(report) if results else None,
+        license=_first(made.source, "license"),
+        license_name=_first(made.source, "license_name"),
+        license_link=_first(made.source, "license_link"),
+        model_name=_model_name(made) if results else None,
         eval_results=results or None,
-        pipeline_tag=_first(report, "pipeline_tag") or "text-generation",
+        pipeline_tag=_first(made.source, "pipeline_tag") or "text-generation",
         tags=[
             "vllm",
             "compressed-tensors",
             "quantized",
-            *(visible(name.lower()) for name in _plan(report).schemes),
+            *(visible(name.lower()) for name in made.plan.schemes),
         ],
     )
     return str(data.to_yaml())
 
 
-def _inherited(report: Report, key: str) -> tuple[str, ...]:
-    """Return the values of the source's card under `key`."""
-    value = report.source_card.get(key, ())
+def _inherited(source: Source, key: str) -> tuple[str, ...]:
+    value = source.card.get(key, ())
     return tuple(map(visible, (value,) if isinstance(value, str) else value))
 
 
-def _first(report: Report, key: str) -> str | None:
-    return next(iter(_inherited(report, key)), None)
+def _first(source: Source, key: str) -> str | None:
+    return next(iter(_inherited(source, key)), None)
 
 
-def _model_name(report: Report) -> str:
-    return visible(f"{schemes_in_use(_plan(report))} of {_source_name(report)}")
+def _model_name(made: MadeCheckpoint) -> str:
+    return visible(f"{made.scheme_names} of {_source_name(made.source)}")
 
 
-def _source_name(report: Report) -> str:
+def _source_name(source: Source) -> str:
     """Return the name of the source.
 
     For a local path, return its last part only: cards are public.
     """
-    source = report.source or ""
-    is_on_hub = _HUB_ID.fullmatch(source)
-    return report.source_name or (source if is_on_hub else PurePosixPath(source).name)
+    is_on_hub = _HUB_ID.fullmatch(source.name)
+    return source.id or (source.name if is_on_hub else PurePosixPath(source.name).name)
 
 
 def _accuracy(verdict: Verdict) -> Section:
@@ -144,21 +137,21 @@ def _accuracy(verdict: Verdict) -> Section:
     return Section("Accuracy", (Paragraph(note), task_table(verdict)))
 
 
-def _facts(report: Report) -> Iterator[str]:
+def _facts(report: Report, made: MadeCheckpoint) -> Iterator[str]:
     """Yield the command, facts on quantization and load, and what the load could not verify.
 
     Absolute paths in the command are cut to their last part, because cards are public.
     """
     command = _ABSOLUTE.sub(
-        lambda match: f"{match[1]}{PurePosixPath(match[2]).name}", report.command
+        lambda match: f"{match[1]}{PurePosixPath(match[2]).name}", report.call.command
     )
-    rows = report.calibration_rows
-    yield f"vexport {report.vexport}, {report.created}: {command}"
-    yield f"calibrated on {plural(rows, 'row')}" if rows else "no calibration"
-    yield f"{plural(len(_plan(report).kept_linears), 'linear layer')} kept"
-    yield from coverage_lines(report.experts)
-    yield from rounding_lines(report.rounding)
-    yield from fallback_warnings(report.rounding)
+    calibration = made.calibration
+    yield f"vexport {report.call.vexport}, {report.call.created}: {command}"
+    yield f"calibrated on {plural(calibration.rows, 'row')}" if calibration else "no calibration"
+    yield f"{plural(len(made.plan.kept_linears), 'linear layer')} kept"
+    yield from coverage_lines(calibration.experts if calibration else ())
+    yield from rounding_lines(made.rounding)
+    yield from fallback_warnings(made.rounding)
     engine = report.load.engine if report.load else None
     if engine:
         yield f"loaded in vLLM {engine_line(engine)}"

@@ -34,7 +34,6 @@ from vexport.reports.formatting import (
     measure_interval,
     measure_value,
     outcome_line,
-    report_device,
     report_sentence,
     scale_of,
     task_title,
@@ -222,22 +221,31 @@ def report_gates(report: "Report") -> tuple[Gate, ...]:
     skipped = NOT_RUN
     if report.outcome == "PASS":
         skipped = _NOT_ASKED if report.given is None else _ONLY_LOADED
-    overall = f"{outcome_line(report.outcome, report_device(report))}: {report_sentence(report)}"
+    overall = f"{outcome_line(report.outcome, report.device)}: {report_sentence(report)}"
     evaluated = [Gate(name="evaluate", status="SKIPPED", message=skipped)]
     if report.verdict is not None:
         evaluated = [*_accuracy_gates(report.verdict)]
     elif report.is_of_variants:
         evaluated = []
     return (
-        *((findings_gate("plan", report.plan.refusals),) if report.plan else ()),
-        *((checkpoint_gate("check", report.check),) if report.check else ()),
-        *((checkpoint_gate("dry load", report.dry_load),) if report.dry_load else ()),
-        *((load_gate("load baseline", report.baseline_load),) if report.baseline_load else ()),
-        *((load_gate("load", report.load),) if report.load else ()),
+        *_checkpoint_gates(report),
         *evaluated,
         *map(variant_gate, report.variants),
         Gate(name="overall", status=report.outcome, message=overall),
     )
+
+
+def _checkpoint_gates(report: "Report") -> Iterator[Gate]:
+    made = report.made
+    if made is not None:
+        yield findings_gate("plan", made.plan.refusals)
+        yield checkpoint_gate("check", made.check)
+        if made.dry_load is not None:
+            yield checkpoint_gate("dry load", made.dry_load)
+    of_baseline = report.baseline.load if report.baseline is not None else None
+    for name, load in (("load baseline", of_baseline), ("load", report.load)):
+        if made is not None or load is not None:
+            yield load_gate(name, load)
 
 
 def variant_gate(row: "ComparedVariant") -> Gate:

@@ -145,55 +145,12 @@ def outcome_line(outcome: str, device: str, scope: str = "") -> str:
     return " ".join(filter(None, (outcome, scope, place)))
 
 
-def report_device(report: "Report") -> str:
-    """Return the device or server that ran the quantized model, or "" if nothing ran it."""
-    if report.verdict is not None and "://" in report.verdict.device:
-        return report.verdict.device
-    return report.load.engine.device if report.load and report.load.engine else ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Bytes before and after quantization, and the number of parameters.
-
-    `source_bytes` and `parameters` are the source's, or the baseline's if the checkpoint was given.
-    Values are None if the files are not on this machine.
-    """
-
-    source_bytes: int | None
-    output_bytes: int | None
-    parameters: int | None
-
-
-def sizes_of(report: "Report") -> Sizes:
-    """Return the sizes from the plan, or the sizes of a given checkpoint."""
-    if (plan := report.plan) is not None:
-        return Sizes(
-            source_bytes=plan.source_bytes,
-            output_bytes=plan.output_bytes,
-            parameters=plan.parameters,
-        )
-    given = report.given
-    return Sizes(
-        source_bytes=given.source_bytes if given else None,
-        output_bytes=given.num_bytes if given else None,
-        parameters=given.parameters if given else None,
-    )
-
-
-def schemes_of(report: "Report") -> str:
-    """Return the names of the schemes in use, or "" if they are unknown."""
-    if report.plan is not None:
-        return schemes_in_use(report.plan)
-    return ", ".join(report.given.schemes) if report.given else ""
-
-
 def subject_of(report: "Report") -> str:
     """Return the report's subject: schemes and source, or a given checkpoint and its baseline."""
-    if report.plan is not None:
-        return f"{schemes_of(report)} of {report.source_name or report.source}"
-    name = report.given.name if report.given else report.name
-    return f"{name} against {report.baseline}" if report.baseline else name
+    name = report.checkpoint.name
+    if report.made is not None:
+        return f"{report.made.scheme_names} of {name}"
+    return f"{name} against {report.baseline_name}" if report.baseline else name
 
 
 def report_sentence(report: "Report") -> str:
@@ -201,11 +158,11 @@ def report_sentence(report: "Report") -> str:
 
     If the checkpoint loads, the sentence also gives its size as a share of the source's size.
     """
-    sizes = sizes_of(report)
+    checkpoint = report.checkpoint
     is_loaded = report.load is not None and report.load.ok
-    if not is_loaded or not sizes.source_bytes or sizes.output_bytes is None:
+    if not is_loaded or not checkpoint.source_bytes or checkpoint.num_bytes is None:
         return report.reason
-    share = ratio(sizes.output_bytes, sizes.source_bytes)
+    share = ratio(checkpoint.num_bytes, checkpoint.source_bytes)
     return f"{report.reason}. {share} of the size."
 
 
@@ -226,7 +183,7 @@ def next_step(report: "Report") -> tuple[str, str]:
         return "", f"{more}." if report.outcome == "FAIL" else f"{more}, or evaluate more."
     if sentence := _remedy(report.outcome, report.verdict):
         return "", sentence
-    if report.load is None or report.load.ok:
+    if report.loads:
         return _next_after_failure(None if report.attribution else report.verdict)
     return (
         "",
@@ -330,12 +287,6 @@ def size_change(plan: Plan) -> str:
     return (
         f"{size(plan.source_bytes)} to {size(plan.output_bytes)} ({share}), {bits} bits per weight"
     )
-
-
-def schemes_in_use(plan: Plan) -> str:
-    """Return the names of the schemes, and the storage of the KV cache if it is calibrated."""
-    cache = (f"{plan.kv_cache} KV cache",) if plan.kv_cache else ()
-    return ", ".join((*plan.schemes, *cache)) or "nothing quantized"
 
 
 def engine_line(engine: EngineInfo) -> str:

@@ -30,27 +30,32 @@ from vexport.reports.formatting import (
     count,
     percent,
     ratio,
-    schemes_in_use,
     size,
     small,
 )
-from vexport.reports.run_record import Report
+from vexport.reports.run_record import MadeCheckpoint, Report
 
 MAX_LAYERS = 400
 _DRIFT_NOTE = "This early signal can cause a warning, but it does not change the outcome."
 _FIRST_TOKENS_NOTE = "The tokens are the first tokens of each row of the held-out text."
 
 
-def size_section(report: Report) -> doc.Section | None:
+def checkpoint_sections(made: MadeCheckpoint) -> Iterator[doc.Section]:
+    """Yield the sections on the layers of a checkpoint."""
+    yield _size_section(made)
+    sections = (_noise_section(made.layers), _rounding_section(made.rounding))
+    yield from (section for section in sections if section is not None)
+    yield from _sensitivity_sections(made)
+
+
+def _size_section(made: MadeCheckpoint) -> doc.Section:
     """Return the sizes before and after, in total and by kind of layer."""
-    plan = report.plan
-    if plan is None:
-        return None
+    plan = made.plan
     kept = f": {folded_places(plan.kept_linears)}" if plan.kept_linears else ""
     layers = count(sum(len(group.members) for group in plan.groups))
     lead = (
         f"{layers} linear layers quantized in {count(len(plan.groups))} fusion groups "
-        f"({schemes_in_use(plan)}); {count(len(plan.kept_linears))} kept{kept}."
+        f"({plan.scheme_names}); {count(len(plan.kept_linears))} kept{kept}."
     )
     before, after = (
         bits_per_weight(n, plan.parameters) for n in (plan.source_bytes, plan.output_bytes)
@@ -65,7 +70,7 @@ def size_section(report: Report) -> doc.Section | None:
             size(each.output_bytes),
             ratio(each.output_bytes, each.source_bytes),
         )
-        for each in (*report.sizes, whole)
+        for each in (*made.sizes, whole)
     )
     bits = muted(
         f"{after} bits per weight, was {before}: everything stored, scales and kept layers "
@@ -77,7 +82,7 @@ def size_section(report: Report) -> doc.Section | None:
     )
 
 
-def noise_section(layers: Sequence[LayerError]) -> doc.Section | None:
+def _noise_section(layers: Sequence[LayerError]) -> doc.Section | None:
     """Return the signal-to-noise ratios, first by kind of layer and scheme, then of each layer.
 
     Return None if the weights of all layers are stored without any error.
@@ -130,11 +135,11 @@ def _snr(layer: LayerError) -> float:
     return -math.inf if math.isnan(layer.snr_db) else layer.snr_db
 
 
-def sensitivity_sections(report: Report) -> Iterator[doc.Section]:
+def _sensitivity_sections(made: MadeCheckpoint) -> Iterator[doc.Section]:
     """Yield the losses of each group of layers, and the mixed scheme that was chosen from them."""
-    if report.sensitivity:
-        yield _sensitivity(report.sensitivity, report.mixed)
-    if mixed := report.mixed:
+    if made.sensitivity:
+        yield _sensitivity(made.sensitivity, made.mixed)
+    if mixed := made.mixed:
         lead = (
             f"Chosen from {', '.join(mixed.candidates)} within {_budget(mixed)}: "
             f"{size(mixed.output_bytes)}, a predicted loss of {small(mixed.loss)} nats per token."
@@ -335,7 +340,7 @@ def rounding_lines(rounding: RoundingReport | None) -> Iterator[str]:
         )
 
 
-def rounding_section(rounding: RoundingReport | None) -> doc.Section | None:
+def _rounding_section(rounding: RoundingReport | None) -> doc.Section | None:
     """Return the output error of each group, and the error of the hidden states after each layer.
 
     A group's error is given for rounding to nearest and for the written weights.

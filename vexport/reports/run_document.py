@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from vexport.records import Canary, ComparedRun, EngineInfo, LoadReport
+from vexport.records import Canary, ComparedRun, EngineInfo, GivenCheckpoint, LoadReport
 from vexport.records.gates import finding_counts
 from vexport.records.values import plural
 from vexport.reports import document as doc
@@ -25,28 +25,22 @@ from vexport.reports.formatting import (
     duration,
     next_step,
     ratio,
-    report_device,
     report_sentence,
     scale_of,
-    schemes_of,
     size,
     size_change,
-    sizes_of,
     small,
     subject_of,
     unsearched_cause,
 )
 from vexport.reports.layers import (
+    checkpoint_sections,
     drift_line,
     log_probabilities_section,
     mixed_line,
-    noise_section,
     rounding_lines,
-    rounding_section,
-    sensitivity_sections,
-    size_section,
 )
-from vexport.reports.run_record import Report
+from vexport.reports.run_record import CalibrationSummary, MadeCheckpoint, Report
 from vexport.reports.variants import variant_sections, variant_tiles, variants_section
 
 _NOT_RUN = "an earlier gate failed"
@@ -86,8 +80,9 @@ _LEGEND = (
 
 def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Document:
     """Return the document of a run. A page links to `files`."""
-    created = report.created[:16].replace("T", " ")
-    total = duration(sum(report.seconds.values()))
+    call = report.call
+    created = call.created[:16].replace("T", " ")
+    total = duration(sum(call.seconds.values()))
     linked = (
         "In the run directory. The links are relative to this page: move it together with the "
         "directory."
@@ -95,7 +90,7 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
     return doc.Document(
         title=report.name,
         status=report.outcome,
-        device=report_device(report),
+        device=report.device,
         sentence=report_sentence(report),
         warnings=report.verdict.warnings if report.verdict else (),
         subtitle=f"{subject_of(report)}, {created} UTC",
@@ -111,10 +106,7 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
             None if report.is_of_variants else variants_section(report.variants),
             variant_sections(report.variants),
             log_probabilities_section(report),
-            size_section(report),
-            noise_section(report.layers),
-            rounding_section(report.rounding),
-            sensitivity_sections(report),
+            checkpoint_sections(report.made) if report.made else None,
             _load_section(report),
             _devices(report),
             None if report.is_of_variants else _findings(report),
@@ -122,15 +114,15 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
             page_section("Files", "files", linked, doc.Listing(tuple(files))) if files else None,
             _provenance(report, total),
         ),
-        footer=f"vexport {report.vexport}, {report.created}, {_origin(report)}, total {total}",
+        footer=f"vexport {call.vexport}, {call.created}, {_origin(report)}, total {total}",
     )
 
 
 def _origin(report: Report) -> str:
     """Return the source, or the checkpoint that was given."""
-    if report.given is not None:
-        return f"checkpoint {report.given.name}"
-    return f"source {report.source}"
+    if report.made is None:
+        return f"checkpoint {report.checkpoint.name}"
+    return f"source {report.made.source.name}"
 
 
 def _tiles(report: Report) -> tuple[doc.Tile, ...]:
@@ -142,7 +134,7 @@ def _tiles(report: Report) -> tuple[doc.Tile, ...]:
     """
     if report.is_of_variants:
         return tuple(variant_tiles(report.variants))
-    has_accuracy = report.given is None or report.verdict is not None
+    has_accuracy = report.made is not None or report.verdict is not None
     tiles = [
         *(accuracy_tiles(report.verdict) if has_accuracy else ()),
         _size_tile(report),
@@ -153,18 +145,31 @@ def _tiles(report: Report) -> tuple[doc.Tile, ...]:
 
 def _summary(report: Report, total: str) -> doc.Facts:
     """Return a line for each important fact, such as size, schemes, format, engine and time."""
+    made = report.made
     return facts(
-        ("size", size_change(report.plan)) if report.plan else None,
-        ("schemes", schemes) if (schemes := schemes_of(report)) else None,
-        ("format", report.given.format) if report.given and report.given.format else None,
-        ("auto", mixed_line(report.mixed)) if report.mixed else None,
-        *(("experts", line) for line in coverage_lines(report.experts)),
-        *(("rounding", line) for line in rounding_lines(report.rounding)),
+        ("size", size_change(made.plan)) if made else None,
+        *_stored_as(report.checkpoint),
+        ("auto", mixed_line(made.mixed)) if made and made.mixed else None,
+        *_expert_facts(made),
+        *(("rounding", line) for line in rounding_lines(made.rounding if made else None)),
         *(load_facts(report.load).rows if report.load else ()),
         ("drift", drift_line(report.drift)) if report.drift else None,
         ("cause", cause) if (cause := _cause(report)) else None,
         ("time", total),
     )
+
+
+def _stored_as(checkpoint: MadeCheckpoint | GivenCheckpoint) -> Iterator[tuple[str, str]]:
+    if checkpoint.scheme_names:
+        yield "schemes", checkpoint.scheme_names
+    if checkpoint.format:
+        yield "format", checkpoint.format
+
+
+def _expert_facts(made: MadeCheckpoint | None) -> Iterator[tuple[str, str]]:
+    if made is not None and made.calibration is not None:
+        for line in coverage_lines(made.calibration.experts):
+            yield "experts", line
 
 
 def _cause(report: Report) -> str:
@@ -176,8 +181,9 @@ def _cause(report: Report) -> str:
 
 def _size_tile(report: Report) -> doc.Tile | None:
     """Return the tile with the checkpoint's size, or None without the files of both models."""
-    sizes = sizes_of(report)
-    before, after, parameters = sizes.source_bytes, sizes.output_bytes, sizes.parameters
+    checkpoint = report.checkpoint
+    before, after = checkpoint.source_bytes, checkpoint.num_bytes
+    parameters = checkpoint.parameters
     if before is None or after is None or parameters is None:
         return None
     was, bits = (bits_per_weight(each, parameters) for each in (before, after))
@@ -198,36 +204,35 @@ def _unsearched_cause_section(report: Report) -> doc.Section | None:
 
 def _load_tile(report: Report) -> doc.Tile | None:
     """Return the tile on loading, or None if the run does not load a checkpoint on this machine."""
-    load = report.load
+    title, load = "Loads in vLLM", report.load
     if load is None:
-        return None
+        return doc.Tile(title, "not run", "", _NOT_RUN) if report.made else None
     engine = load.engine
-    answer = "yes" if load.ok else "no" if load.was_tried else "not run"
-    note = "the engine did not start" if load.findings else _NOT_RUN
+    answer = "yes" if load.ok else "no"
+    note = "the engine did not start"
     if engine:
         emulated = (
             "; emulated kernels: valid for accuracy, not for speed" if engine.emulated else ""
         )
         note = f"vLLM {engine.vllm}{emulated}"
-    return doc.Tile(
-        "Loads in vLLM", answer, f"on {engine.device}" if engine and engine.device else "", note
-    )
+    return doc.Tile(title, answer, f"on {engine.device}" if engine and engine.device else "", note)
 
 
 def _load_section(report: Report) -> doc.Section | None:
     load = report.load
     if load is None:
-        return None
-    lead = f"Not run: {_NOT_RUN}."
+        lead = f"Not run: {_NOT_RUN}."
+        return page_section("Load in vLLM", "load", lead) if report.made else None
     if load.engine:
         lead = (
             f"The real engine loaded the "
             f"checkpoint{'' if load.ok else ', but the load did not pass'}."
         )
-    elif load.findings:
+    else:
         lead = "The engine did not start with this checkpoint; see the findings."
-    engine = _engine(load, load.engine, report.baseline_load) if load.engine else None
-    canaries = _canaries(report.baseline_load, load, _candidate_kind(report))
+    of_baseline = report.baseline.load if report.baseline is not None else None
+    engine = _engine(load, load.engine, of_baseline) if load.engine else None
+    canaries = _canaries(of_baseline, load, _candidate_kind(report))
     return page_section("Load in vLLM", "load", lead, engine, canaries)
 
 
@@ -235,7 +240,7 @@ def _candidate_kind(report: Report) -> str:
     """Return the label of the loaded model: `quantized`, `unquantized` or `checkpoint`."""
     if report.verdict is not None and report.verdict.candidate in ("quantized", "unquantized"):
         return report.verdict.candidate
-    return "quantized" if schemes_of(report) else "checkpoint"
+    return "quantized" if report.checkpoint.scheme_names else "checkpoint"
 
 
 def _engine(load: LoadReport, engine: EngineInfo, baseline: LoadReport | None) -> doc.Facts:
@@ -315,14 +320,14 @@ def _devices(report: Report) -> doc.Section | None:
         "Dry loads: vLLM's model class and weight loaders load only the headers of the checkpoint, "
         "for each tensor parallel size and compute capability."
     )
-    dry = report.dry_load
+    dry = report.made.dry_load if report.made else None
     return page_section("Other devices", "devices", lead, device_parts(dry)) if dry else None
 
 
 def _findings(report: Report) -> doc.Section:
     findings = staged_findings(report)
     if not findings:
-        looked = "Plan, check and loads" if report.given is None else "The loads"
+        looked = "Plan, check and loads" if report.made else "The loads"
         nothing = muted(f"{looked} found nothing to report.")
         return page_section("Findings", "findings", "", nothing)
     counts = finding_counts(finding for _, finding in findings)
@@ -332,40 +337,44 @@ def _findings(report: Report) -> doc.Section:
 
 
 def _provenance(report: Report, total: str) -> doc.Section:
-    of = f" of {report.calibration_data}" if report.calibration_data else ""
-    rows = f"{plural(report.calibration_rows, 'sample')}{of}" if report.calibration_rows else "none"
-    digest = f"sha256 {report.calibration_digest}" if report.calibration_digest else ""
-    stages = "".join(f"{stage} {duration(taken)}, " for stage, taken in report.seconds.items())
+    call, made = report.call, report.made
+    stages = "".join(f"{stage} {duration(taken)}, " for stage, taken in call.seconds.items())
     sources = facts(
-        ("Source", mono(report.source)) if report.source is not None else None,
+        ("Source", mono(made.source.name)) if made else None,
         ("Baseline", _baseline_cell(report)) if report.baseline is not None else None,
         ("Checkpoint", mono(_checkpoint(report))),
-        ("Schemes", schemes) if report.given and (schemes := schemes_of(report)) else None,
-        ("Format", report.given.format) if report.given and report.given.format else None,
-        ("Architecture", report.plan.architecture) if report.plan else None,
-        ("Calibration", TableCell(rows, digest)) if report.plan else None,
-        *(("Experts", line) for line in coverage_lines(report.experts)),
-        ("Made by", f"vexport {report.vexport}, {report.created}"),
+        *((name.capitalize(), text) for name, text in _stored_as(report.checkpoint) if not made),
+        ("Architecture", made.plan.architecture) if made else None,
+        ("Calibration", _calibration_cell(made.calibration)) if made else None,
+        *((name.capitalize(), line) for name, line in _expert_facts(made)),
+        ("Made by", f"vexport {call.vexport}, {call.created}"),
         ("Time", f"{stages}total {total}") if stages else None,
     )
-    reproduce = doc.Section("Reproduce", (doc.Paragraph(report.command, "code"),))
+    reproduce = doc.Section("Reproduce", (doc.Paragraph(call.command, "code"),))
     return page_section("Provenance", "provenance", "", sources, reproduce)
+
+
+def _calibration_cell(calibration: CalibrationSummary | None) -> TableCell:
+    if calibration is None:
+        return TableCell("none")
+    of = f" of {calibration.data}" if calibration.data else ""
+    return TableCell(f"{plural(calibration.rows, 'sample')}{of}", f"sha256 {calibration.digest}")
 
 
 def _baseline_cell(report: Report) -> TableCell:
     """Return the name of the baseline, with the time and digest of an accepted baseline."""
     accepted = report.verdict.accepted if report.verdict is not None else None
     if accepted is None:
-        return mono(str(report.baseline))
+        return mono(report.baseline_name)
     time = accepted.accepted[:16].replace("T", " ")
     parts_ = [f"accepted {time} UTC" if time else "accepted", f"sha256 {accepted.digest}"]
-    return TableCell(str(report.baseline), ", ".join(parts_), mono=True)
+    return TableCell(report.baseline_name, ", ".join(parts_), mono=True)
 
 
 def _checkpoint(report: Report) -> str:
     """Return the name of a given checkpoint, or the folder of the checkpoint that was made."""
-    if report.given is not None:
-        return report.given.name
+    if report.made is None:
+        return report.checkpoint.name
     return report.load.checkpoint if report.load else ""
 
 

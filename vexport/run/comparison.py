@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from vexport.records import ComparedRun, ComparedVariant, Drift, Outcome, TaskVerdict, Verdict
 from vexport.records.values import join_limited
-from vexport.reports.formatting import schemes_of, sizes_of
 from vexport.reports.run_record import Report
 
 # Maximum number of variants that a reason names. The others are counted.
@@ -17,13 +16,13 @@ MAX_NAMED = 3
 
 def compared_run(report: Report, folder: str) -> ComparedRun:
     """Return the row of a finished run."""
-    sizes = sizes_of(report)
-    num_bytes = sizes.output_bytes or 0
-    bits = 8 * num_bytes / sizes.parameters if sizes.parameters else 0.0
+    checkpoint = report.checkpoint
+    num_bytes = checkpoint.num_bytes or 0
+    bits = 8 * num_bytes / checkpoint.parameters if checkpoint.parameters else 0.0
     return ComparedRun(
         name=report.name,
         folder=folder,
-        schemes=schemes_of(report) or (report.given.format if report.given else ""),
+        schemes=checkpoint.scheme_names or checkpoint.format,
         outcome=report.outcome,
         reason=report.reason,
         num_bytes=num_bytes,

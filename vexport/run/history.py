@@ -34,7 +34,7 @@ from vexport.records import (
     Verdict,
 )
 from vexport.records.margins import MarginSetting
-from vexport.reports.formatting import margin_of, report_device, schemes_of
+from vexport.reports.formatting import margin_of
 from vexport.reports.run_record import Report
 from vexport.run.comparison import compared_run, reported_kl, worst_task
 from vexport.run.directory import REPORT_FILE, read_report
@@ -184,16 +184,16 @@ def is_one_model(results: Sequence[Result]) -> bool:
 def _marks(run: RunResult) -> Iterator[tuple[str, ...]]:
     """Yield the names and digests by which two runs of one model are recognized."""
     report = run.report
-    if report.given is not None:
-        yield "checkpoint", report.given.name
+    if report.made is None:
+        yield "checkpoint", report.checkpoint.name
     else:
-        yield "source", report.source_name or str(report.source), schemes_of(report)
+        yield "source", report.made.name, report.made.scheme_names
     digest = _fingerprint_of(run).get(MODEL)
     if digest is not None:
         yield "digest", digest
     verdict = report.verdict
     if verdict is not None and verdict.accepted is not None:
-        yield "accepted baseline", str(report.baseline)
+        yield "accepted baseline", report.baseline_name
         yield "digest of the accepted baseline", verdict.accepted.digest
 
 
@@ -271,7 +271,7 @@ def _run_points(run: RunResult) -> Sequence[Point]:
     report = run.report
     row = compared_run(report, run.name)
     where = f"{run.folder / REPORT_FILE}: created"
-    created = _time(report.created, where)
+    created = _time(report.call.created, where)
     if report.is_of_variants:
         return [
             _variant_point(run, variant, row, created, number)
@@ -287,12 +287,12 @@ def _run_points(run: RunResult) -> Sequence[Point]:
         checkpoint=_checkpoint_name(report, fingerprint),
         fingerprint=fingerprint,
         vllm=fingerprint.get(VLLM, "") or _loaded_with(report),
-        device=report_device(report) or (verdict.device if verdict is not None else ""),
+        device=report.device or (verdict.device if verdict is not None else ""),
         answers=_answers_of(run),
         loads=_loads(report),
         notes=(report.reason,) if verdict is None and report.outcome == "PASS" else (),
     )
-    return [_with_verdict(point, verdict, report.baseline or "")]
+    return [_with_verdict(point, verdict, report.baseline_name)]
 
 
 def _variant_point(
@@ -327,7 +327,7 @@ def _variant_point(
         if is_baseline
         else (),
     )
-    return _with_verdict(point, verdict, run.report.baseline or "")
+    return _with_verdict(point, verdict, run.report.baseline_name)
 
 
 def _variant_loads(outcome: VariantOutcome) -> bool | None:
@@ -512,9 +512,7 @@ def _checkpoint_name(report: Report, fingerprint: Fingerprint) -> str:
     """Return the name of the checkpoint. A server's model has the name that the server gives."""
     if ENDPOINT in fingerprint:
         return fingerprint.get(MODEL, "")
-    if report.given is not None:
-        return report.given.name
-    return report.source_name or report.source or ""
+    return report.checkpoint.name
 
 
 def _loaded_with(report: Report) -> str:
@@ -528,10 +526,7 @@ def _loaded_with(report: Report) -> str:
 def _loads(report: Report) -> bool | None:
     """Return False if the check or a load failed, True if the model ran, else None."""
     load = report.load
-    is_refused = load is not None and load.was_tried and not load.ok
-    is_faulty = report.check is not None and not report.check.ok
-    is_faulty_elsewhere = report.dry_load is not None and not report.dry_load.ok
-    if is_refused or is_faulty or is_faulty_elsewhere:
+    if not report.loads:
         return False
     verdict = report.verdict
     is_answered = verdict is not None and (bool(verdict.tasks) or verdict.text is not None)

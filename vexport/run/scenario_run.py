@@ -166,7 +166,8 @@ def compare_schemes(
             )
         else:
             rows.append(compared_run(made, str(run_dir)))
-            is_served = made.baseline_load is not None and made.baseline_load.engine is not None
+            of_baseline = made.baseline.load if made.baseline is not None else None
+            is_served = of_baseline is not None and of_baseline.engine is not None
             served = served or (run_dir if is_served else None)
     if len(problems) == len(scenarios):
         raise problems[0]

@@ -32,7 +32,14 @@ from vexport.records import (
 from vexport.records.calibration import expert_coverage
 from vexport.records.gates import checkpoint_gate
 from vexport.reports import render
-from vexport.reports.run_record import Report
+from vexport.reports.run_record import (
+    Baseline,
+    CalibrationSummary,
+    Call,
+    MadeCheckpoint,
+    Report,
+    Source,
+)
 from vexport.run.comparison import outcome_of_variants, reason_of_variants
 from vexport.run.directory import (
     LAYERS,
@@ -48,7 +55,6 @@ from vexport.run.stages import making, serving
 from vexport.run.stages.variants import compare_variants_of_run
 from vexport.version import __version__
 
-NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
 # The forms of the report, by file. The page comes last, because it links to existing files.
 RENDERED = {"report.md": "markdown", "junit.xml": "junit", "report.html": "html"}
 MODEL_CARD = "model-card.md"
@@ -80,7 +86,7 @@ def conclude(run: Run) -> Conclusion:
     conclusion = conclusion_of_made(
         run.result(making.check),
         run.get(serving.dry_load),
-        run.get(serving.load_candidate) or NOT_RUN,
+        run.get(serving.load_candidate),
         run.get(serving.judge),
     )
     results = run.get(compare_variants_of_run)
@@ -113,7 +119,10 @@ def _conclusion_of_given(verdict: Verdict | None, loaded: LoadReport | None) -> 
 
 
 def conclusion_of_made(
-    checked: CheckReport, dry: DryLoadReport | None, loaded: LoadReport, verdict: Verdict | None
+    checked: CheckReport,
+    dry: DryLoadReport | None,
+    loaded: LoadReport | None,
+    verdict: Verdict | None,
 ) -> Conclusion:
     """Decide the outcome of a checkpoint that the run made.
 
@@ -197,46 +206,61 @@ def collect_report(run: Run) -> Report:
 
 def _report_on_made(run: Run) -> Report:
     """Collect the results of a run that made its checkpoint."""
-    scenario = run.scenario
-    root = run.index.root
-    pinned = pinned_name(root)
     conclusion = run.result(conclude)
-    rounding = rounding_of(run.folder)
     variants = run.get(compare_variants_of_run)
-    calibration = run.get(making.calibrate)
-    if calibration is not None and rounding is not None:
-        calibration = rounding.completed(calibration)
+    of_baseline = run.get(serving.load_baseline)
     return Report(
-        name=scenario.name,
-        vexport=__version__,
-        created=now(),
-        command=_command(),
-        source=portable(scenario.source),
-        source_name=source_name(scenario.source, root),
-        source_revision=pinned.partition("@")[2] if pinned else None,
-        source_card=inherited_card(root),
-        baseline=portable(str(run.baseline)),
+        name=run.scenario.name,
         outcome=conclusion.outcome,
         reason=conclusion.reason,
-        plan=run.result(making.make_plan),
-        sizes=size_by_kind(run.index, run.result(making.quantize)),
-        layers=from_json(LayerErrors, run.folder / LAYERS).layers,
-        calibration_rows=len(calibration.rows) if calibration else 0,
-        calibration_data=portable(calibration.data) if calibration else "",
-        calibration_digest=calibration.digest if calibration else None,
-        experts=expert_coverage(calibration) if calibration else (),
-        rounding=rounding,
-        check=run.result(making.check),
-        dry_load=run.get(serving.dry_load),
-        baseline_load=run.get(serving.load_baseline) or NOT_RUN,
-        load=run.get(serving.load_candidate) or NOT_RUN,
+        call=_call(run.seconds),
+        made=_made_checkpoint(run),
+        baseline=Baseline(name=portable(str(run.baseline)), load=of_baseline),
+        load=run.get(serving.load_candidate),
         verdict=run.get(serving.judge),
         drift=run.get(serving.measure_drift),
         attribution=run.get(attribute),
+        variants=variants.rows if variants else (),
+    )
+
+
+def _made_checkpoint(run: Run) -> MadeCheckpoint:
+    return MadeCheckpoint(
+        source=_source(run),
+        plan=run.result(making.make_plan),
+        sizes=size_by_kind(run.index, run.result(making.quantize)),
+        layers=from_json(LayerErrors, run.folder / LAYERS).layers,
+        check=run.result(making.check),
+        dry_load=run.get(serving.dry_load),
+        calibration=_calibration_of(run),
+        rounding=rounding_of(run.folder),
         sensitivity=run.get(making.measure_sensitivity),
         mixed=run.get(making.choose_auto_schemes),
-        variants=variants.rows if variants else (),
-        seconds=run.seconds,
+    )
+
+
+def _source(run: Run) -> Source:
+    root, name = run.index.root, run.scenario.source
+    _, _, revision = (pinned_name(root) or "").partition("@")
+    return Source(
+        name=portable(name),
+        id=source_name(name, root),
+        revision=revision,
+        card=inherited_card(root),
+    )
+
+
+def _calibration_of(run: Run) -> CalibrationSummary | None:
+    calibration, rounding = run.get(making.calibrate), rounding_of(run.folder)
+    if calibration is None:
+        return None
+    if rounding is not None:
+        calibration = rounding.completed(calibration)
+    return CalibrationSummary(
+        rows=len(calibration.rows),
+        data=portable(calibration.data),
+        digest=calibration.digest,
+        experts=expert_coverage(calibration),
     )
 
 
@@ -245,27 +269,20 @@ def _report_on_given(run: Run, given: Given) -> Report:
     conclusion = run.result(conclude)
     baseline = given.against if given.baseline is None else given.baseline.name
     load = run.get(serving.load_candidate)
+    of_baseline = serving.load_of(run, serving.serve_baseline)
     return Report(
         name=given.name,
-        vexport=__version__,
-        created=now(),
-        command=_command(),
-        source=None,
-        baseline=None if baseline is None else portable(str(baseline)),
         outcome=conclusion.outcome,
         reason=conclusion.reason,
-        plan=None,
+        call=_call(run.seconds),
         given=_given_checkpoint(given),
-        layers=(),
-        calibration_rows=0,
-        calibration_digest=None,
-        check=None,
-        baseline_load=serving.load_of(run, serving.serve_baseline),
+        baseline=None
+        if baseline is None
+        else Baseline(name=portable(str(baseline)), load=of_baseline),
         load=load or serving.load_of(run, serving.serve_candidate),
         verdict=run.get(serving.judge),
         drift=run.get(serving.measure_drift),
         attribution=run.get(attribute) if run.is_reached(attribute) else None,
-        seconds=run.seconds,
     )
 
 
@@ -275,24 +292,12 @@ def variants_report(
     """Return the report that only compares variants of a given checkpoint."""
     return Report(
         name=title_of(checkpoint.name),
-        vexport=__version__,
-        created=now(),
-        command=_command(),
-        source=None,
-        baseline=rows[0].name,
         outcome=outcome_of_variants(rows),
         reason=reason_of_variants(rows),
-        plan=None,
+        call=_call(seconds),
         given=_description(checkpoint, None),
-        layers=(),
-        calibration_rows=0,
-        calibration_digest=None,
-        check=None,
-        baseline_load=None,
-        load=None,
-        verdict=None,
+        baseline=Baseline(name=rows[0].name),
         variants=tuple(rows),
-        seconds=seconds,
     )
 
 
@@ -329,9 +334,10 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _command() -> str:
-    """Return the command line of this call, without the path of the current folder."""
-    return shlex.join(["vexport", *map(portable, sys.argv[1:])])
+def _call(seconds: Mapping[str, float]) -> Call:
+    """Describe this call. The command line is without the path of the current folder."""
+    command = shlex.join(["vexport", *map(portable, sys.argv[1:])])
+    return Call(vexport=__version__, created=now(), command=command, seconds=seconds)
 
 
 def source_name(source: str, root: Path) -> str:
