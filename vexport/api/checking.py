@@ -9,6 +9,7 @@ from vexport.api.common import Name, OnProblem, is_verifying, named, parsed
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.checks import SourceComparison, check_checkpoint, error_findings
+from vexport.checks.ignoring import require_ignorable, without_ignored
 from vexport.checks.vllm.view import Target
 from vexport.engine.installed import installed_version
 from vexport.errors import VexportError
@@ -31,6 +32,7 @@ class CheckSettings:
     digests: Name | None = None
     speculative: str = ""
     static: bool = False
+    ignore_rules: tuple[str, ...] = ()
     vllm_python: Path | None = None
     trust_remote_code: bool = False
     on_progress: OnProgress = silent
@@ -47,6 +49,7 @@ def check(
     digests: Name | None = None,
     speculative: str = "",
     static: bool = False,
+    ignore_rules: Sequence[str] = (),
     vllm_python: Path | None = None,
     trust_remote_code: bool = False,
     on_progress: OnProgress = silent,
@@ -56,7 +59,8 @@ def check(
     `tp`, `sm` and `gpu` accept a value or several, as numbers or as text: `sm=90`, `sm="80,90"`,
     `sm=["sm90", "H100"]`. `gpu` contains GPU names. Their compute capabilities are added to `sm`.
     With `source`, the weights are compared with the source too. If vLLM is installed, its own
-    loaders also load the checkpoint dry, unless `static` or VEXPORT_NO_VERIFY is set. `vllm` is the
+    loaders also load the checkpoint dry, unless `static` or VEXPORT_NO_VERIFY is set. Findings of
+    the rules with the ids in `ignore_rules` are only listed in `ignored`. `vllm` is the
     version of vLLM to check against, such as "0.32". Its default is the version in `vllm_python`,
     or in this environment.
 
@@ -75,6 +79,7 @@ def check(
         digests=digests,
         speculative=speculative,
         static=static or not is_verifying(),
+        ignore_rules=tuple(ignore_rules),
         vllm_python=vllm_python,
         trust_remote_code=trust_remote_code,
         on_progress=on_progress,
@@ -98,6 +103,7 @@ def check_checkpoints(
     If a checkpoint cannot be read, `on_problem` receives the error, and the checkpoint's report
     contains it as a finding. `on_fault` receives the error if vLLM crashed or took too long.
     """
+    require_ignorable(settings.ignore_rules, "--ignore-rule")
     names = [named("check: checkpoint", name) for name in checkpoints]
     target = Target(
         tp=settings.tp,
@@ -118,7 +124,11 @@ def check_checkpoints(
     def read() -> list[CheckReport]:
         outcomes = _outcomes(roots, target, against, settings.digests)
         problems.update(_errors(outcomes))
-        reports = [report for report in outcomes.values() if isinstance(report, CheckReport)]
+        reports = [
+            without_ignored(report, settings.ignore_rules)
+            for report in outcomes.values()
+            if isinstance(report, CheckReport)
+        ]
         for name, error in problems.items():
             reports.append(CheckReport(checkpoint=name, ok=False, findings=error_findings(error)))
         return sorted(reports, key=lambda report: names.index(report.checkpoint))
@@ -140,7 +150,10 @@ def check_checkpoints(
         )
     for error in problems.values():
         on_problem(error)
-    return [replace(report, findings=merged(report.findings)) for report in reports]
+    return [
+        replace(report, findings=merged(report.findings), ignored=merged(report.ignored))
+        for report in reports
+    ]
 
 
 def _errors(outcomes: Mapping[str, object]) -> dict[str, VexportError]:

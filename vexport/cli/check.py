@@ -66,6 +66,13 @@ if TYPE_CHECKING:
     flag=True,
 )
 @option(
+    "--ignore-rule ignore_rules",
+    "Silence one rule by its ID, such as config/unknown-key. The first line names it; repeatable.",
+    heading="Output",
+    metavar="ID",
+    multiple=True,
+)
+@option(
     "--all every",
     "List every finding separately, with vLLM's messages in full.",
     heading="Output",
@@ -84,6 +91,7 @@ def check(
     interpreter: Interpreter,
     speculative: str,
     strict: bool,
+    ignore_rules: tuple[str, ...],
     every: bool,
     output: OutputOptions,
 ) -> None:
@@ -102,6 +110,7 @@ def check(
       vexport check OUT --gpu L40S,H100
       vexport check OUT --source MODEL
       vexport check OUT --digests vexport.json
+      vexport check OUT --ignore-rule versions/unknown-version
       vexport check checkpoints/* --format junit -o check.xml
     """
     from vexport.api.checking import CheckSettings, check_checkpoints
@@ -122,6 +131,7 @@ def check(
             digests=digests,
             speculative=speculative,
             static=static,
+            ignore_rules=ignore_rules,
             vllm_python=interpreter.vllm_python,
             trust_remote_code=interpreter.trust_remote_code,
             on_progress=on_progress,

@@ -7,7 +7,7 @@ import logging
 import select
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,14 +51,15 @@ COMMANDS = {
 # Limits of messages on stderr, because names and values from files may have any length.
 MAX_CHARACTERS = 600
 MAX_LINES = 50
-# Options that a file of defaults must not set: they run foreign code or choose output paths, and
-# the file may be in a folder from somebody else.
+# Options that a file of defaults must not set: they run foreign code, choose output paths or
+# silence rules, and the file may be in a folder from somebody else.
 FORBIDDEN_DEFAULTS = frozenset(
     {
         "trust_remote_code",
         "vllm_python",
         "engine_args",
         "serve",
+        "ignore_rules",
         "overwrite",
         "help",
         "version",
@@ -161,9 +162,13 @@ def _print_failure(error: BaseException) -> int:
             message = f"{file}: {message}"
         return _print_errors([f"{command}: {message} See `{command} --help`."], error.exit_code)
     if isinstance(error, InputErrors | EnvironmentFaults):
-        return _print_errors([str(problem) for problem in error.problems], error.exit_code)
+        return _print_errors(map(_with_rule, error.problems), error.exit_code)
     problem = _as_vexport_error(error)
-    return _print_errors([str(problem)], problem.exit_code)
+    return _print_errors([_with_rule(problem)], problem.exit_code)
+
+
+def _with_rule(problem: VexportError) -> str:
+    return f"{problem} [{problem.rule}]" if problem.rule else str(problem)
 
 
 def _defaults_file_of(error: click.UsageError) -> str | None:
@@ -189,7 +194,7 @@ def _as_vexport_error(error: BaseException) -> VexportError:
     raise error
 
 
-def _print_errors(messages: Sequence[str], code: int) -> int:
+def _print_errors(messages: Iterable[str], code: int) -> int:
     """Print each message as one line on stderr and return `code`.
 
     Long messages are cut, and control characters are made visible. With --debug the traceback is
@@ -198,8 +203,8 @@ def _print_errors(messages: Sequence[str], code: int) -> int:
     colour = wants_colour(sys.stderr)
     label = click.style("error:", fg="red", bold=True) if colour else "error:"
     lines = [f"{label} {visible(clip(message, MAX_CHARACTERS))}" for message in messages]
-    if len(messages) > MAX_LINES:
-        more = f"{label} {len(messages) - MAX_LINES:,} more problems like these"
+    if len(lines) > MAX_LINES:
+        more = f"{label} {len(lines) - MAX_LINES:,} more problems like these"
         lines = [*lines[:MAX_LINES], more]
     with suppress(BrokenPipeError):  # the reader of stderr closed it; the exit code is known
         if "--debug" in sys.argv:
@@ -264,7 +269,10 @@ def _require_known(
             and str(known[key].name) in FORBIDDEN_DEFAULTS
             or name in FORBIDDEN_DEFAULTS
         ):
-            got = "an option that may run code or change files is only valid on the command line"
+            got = (
+                "an option that may run code, change files or silence a rule is only valid on the "
+                "command line"
+            )
             raise InputError(place, got=got, need="", fix="remove it from the file")
         if key not in known:
             fix = f"correct it{nearest_hint(clip(key, 100), [*known])}"

@@ -378,7 +378,7 @@ def explain_command(name: tuple[str, ...], output: OutputOptions) -> None:
     Examples:
       vexport explain
       vexport explain NVFP4
-      vexport explain completeness
+      vexport explain versions/model-class
       vexport explain margin
     """
     from vexport.api import explain, explain_all

@@ -182,7 +182,8 @@ class CheckReport:
     `vllm`, `tp` and `sm` are the vLLM version, the tensor parallel sizes and the compute
     capabilities that the check assumed. An empty `sm` means any GPU. `vllm` and `tp` are empty in
     reports of older versions. `judged_by` is "loaders" if vLLM's loaders have loaded the checkpoint
-    or refused it, and "static" if only the static rules have judged it.
+    or refused it, and "static" if only the static rules have judged it. `ignored` are findings of
+    rules that the user silenced.
     """
 
     schema: Literal["vexport.check/1"] = "vexport.check/1"
@@ -190,6 +191,7 @@ class CheckReport:
     ok: bool
     judged_by: JudgedBy = "static"
     findings: tuple[Finding, ...]
+    ignored: tuple[Finding, ...] = ()
     not_judged: tuple[NotJudged, ...] = ()
     vllm: str = ""
     tp: tuple[int, ...] = ()

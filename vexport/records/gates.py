@@ -104,12 +104,14 @@ def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...
     """Return a gate for each family of checks, and for each other check with a finding.
 
     Without `families` there is a single gate, `check`. Parts of the checkpoint that were not judged
-    get skipped gates.
+    get skipped gates, and so do findings of ignored rules.
     """
-    not_judged = [_not_judged_gate(report, each.brief) for each in report.not_judged]
+    skipped = [_not_judged_gate(report, each.brief) for each in report.not_judged]
+    for finding in report.ignored:
+        skipped.append(Gate(name=finding.rule, status="SKIPPED", message=f"ignored: {finding}"))
     if not families:
-        return (checkpoint_gate("check", report), *not_judged)
-    return (*_family_gates(report, families), *not_judged)
+        return (checkpoint_gate("check", report), *skipped)
+    return (*_family_gates(report, families), *skipped)
 
 
 def _not_judged_gate(report: CheckReport, part: NotJudged) -> Gate:
@@ -124,6 +126,14 @@ def _family_gates(report: CheckReport, families: Sequence[str]) -> Iterator[Gate
         findings.setdefault(finding.check, []).append(finding)
     for name, found in findings.items():
         yield findings_gate(name, found)
+
+
+def ignored_counts(report: CheckReport | DryLoadReport | LoadReport) -> str:
+    """Return `2 errors ignored (config/scale, values/zero)`, or "" if nothing was ignored."""
+    if not isinstance(report, CheckReport) or not report.ignored:
+        return ""
+    ids = dict.fromkeys(finding.rule for finding in report.ignored)
+    return f"{finding_counts(report.ignored)} ignored ({', '.join(ids)})"
 
 
 def finding_counts(findings: Iterable[Finding]) -> str:

@@ -16,6 +16,8 @@ from vexport.records.calibration import SUMMARIES
 from vexport.records.observer_names import OBSERVERS
 from vexport.reports import document as doc
 from vexport.reports.renderers.text import WIDTH, render
+from vexport.rules import all_rules
+from vexport.rules.book import Claim, Rule
 
 Rows = Sequence[Mapping[str, str]]
 
@@ -126,6 +128,13 @@ CATALOGS: Mapping[str, Callable[[], Rows]] = {
 }
 
 
+# What a rule claims, in words.
+_CLAIMS: Mapping[Claim | None, str] = {
+    "refused": "vLLM refuses the checkpoint",
+    "values": "vLLM loads it with wrong values",
+    "precision": "vLLM runs the layers in another precision or kernel than stored",
+    None: "",
+}
 _ALIASES = re.compile(r"<!-- explains: (.+?) -->\n*")
 _HEADING = re.compile(r"^(#+) (.+)$")
 _FENCE = "```"
@@ -182,9 +191,13 @@ def find_section(name: str) -> ReferenceSection:
     For a scheme with arguments (W4A16_G64), return the section of its preset, or of another preset
     in the same format.
 
+    The id of a rule is the name of a section on this rule.
+
     Raises:
         InputError: If no section has this name.
     """
+    if name in all_rules():
+        return _rule_section(all_rules()[name])
     by_name = {_fold(known): section for section in all_sections() for known in section.names}
     if _fold(name) not in by_name and is_scheme(scheme_name(name)):
         format_ = get_scheme(scheme_name(name)).format
@@ -194,13 +207,34 @@ def find_section(name: str) -> ReferenceSection:
     section = by_name.get(_fold(name))
     if section is None:
         known_names = [known for section in all_sections() for known in section.names]
+        known_names += all_rules()
         raise InputError(
             f"explain {name!r}",
             got="an unknown name",
-            need="a scheme, observer, rounding, check, finding, page or section",
+            need="a scheme, observer, rounding, check, rule, page or section",
             fix=f"run `vexport explain` to list them{scheme_hint(name, known_names)}",
         )
     return section
+
+
+def _rule_section(rule: Rule) -> ReferenceSection:
+    lines = [f"### {rule.id}", "", rule_text(rule)]
+    return ReferenceSection(
+        page="rules", title=rule.id, depth=3, names=(rule.id,), text="\n".join(lines)
+    )
+
+
+def rule_text(rule: Rule) -> str:
+    """Return a rule in Markdown. Words in capitals stand for the facts of a case."""
+    sentences, severity = rule.outline, "note" if rule.severity == "info" else rule.severity
+    entries = (
+        ("severity", severity),
+        ("claim", _CLAIMS[rule.claim]),
+        ("found", sentences.got),
+        ("needed", sentences.need),
+        ("remedy", sentences.do),
+    )
+    return "\n".join(f"- **{name}**: {text}" for name, text in entries if text)
 
 
 def _fold(name: str) -> str:

@@ -21,6 +21,7 @@ from vexport.records.gates import (
     cell_gate,
     checkpoint_gate,
     finding_counts,
+    ignored_counts,
     static_reason,
 )
 from vexport.reports import document as doc
@@ -123,6 +124,7 @@ def _document(
         title=report.checkpoint,
         status=gate.status,
         scope=STATIC_SCOPE if reason else "",
+        ignored=ignored_counts(report),
         reason=reason,
         device=report.engine.device if isinstance(report, LoadReport) and report.engine else "",
         sentence=finding_counts(report.findings) + check_target(report),

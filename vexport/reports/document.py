@@ -369,6 +369,7 @@ class Document:
     device: str = ""
     sentence: str = ""
     scope: str = ""
+    ignored: str = ""
     reason: str = ""
     warnings: tuple[str, ...] = ()
     subtitle: str = ""
@@ -380,8 +381,10 @@ class Document:
 
     @property
     def outcome(self) -> str:
-        """Status with the device that ran the model, or with its scope."""
-        return outcome_line(self.status, self.device, self.scope) if self.status else ""
+        """Status with the device that ran the model, its scope, and what was ignored."""
+        if not self.status:
+            return ""
+        return outcome_line(self.status, self.device, self.scope, self.ignored)
 
 
 def badge(status: str) -> TableCell:

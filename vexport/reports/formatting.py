@@ -136,13 +136,15 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def outcome_line(outcome: str, device: str, scope: str = "") -> str:
+def outcome_line(outcome: str, device: str, scope: str = "", ignored: str = "") -> str:
     """Return `PASS on CPU, emulated`, `PASS of the static rules`, or the outcome alone.
 
     `device` is empty if nothing ran the model, and `scope` if the outcome covers everything.
+    `ignored` counts the findings of ignored rules, and follows a comma.
     """
     place = f"on {device}" if device else ""
-    return " ".join(filter(None, (outcome, scope, place)))
+    line = " ".join(filter(None, (outcome, scope, place)))
+    return f"{line}, {ignored}" if ignored else line
 
 
 def subject_of(report: "Report") -> str:

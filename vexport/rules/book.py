@@ -11,7 +11,7 @@ A template is a format string with the names of facts:
 - `{names:or}` and `{names:and}` list names: "a, b or c".
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from string import Formatter
 from typing import Literal
@@ -42,7 +42,24 @@ class _Words(Formatter):
         return str(super().format_field(value, format_spec))
 
 
+class _Outline(Formatter):
+    """Write the names of facts in the place of facts: `{count:# layer}` as `COUNT layers`."""
+
+    def get_value(self, key: object, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+        return str(key).upper()
+
+    def convert_field(self, value: object, conversion: str | None) -> object:
+        return value
+
+    def format_field(self, value: object, format_spec: str) -> str:
+        if not format_spec.startswith(_COUNTED):
+            return str(value)
+        noun, _, nouns = format_spec.removeprefix(_COUNTED).partition("/")
+        return f"{value} {nouns or f'{noun}s'}"
+
+
 _WORDS = _Words()
+_OUTLINE = _Outline()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +109,12 @@ class Rule:
         Raises KeyError if a template names a fact that is not there.
         """
         got, need, do = (_WORDS.vformat(text, (), facts) for text in (self.got, self.need, self.do))
+        return Sentences(got=got, need=need, do=do)
+
+    @property
+    def outline(self) -> "Sentences":
+        """The sentences with the names of the facts in capitals."""
+        got, need, do = (_OUTLINE.vformat(each, (), {}) for each in (self.got, self.need, self.do))
         return Sentences(got=got, need=need, do=do)
 
     @property

@@ -180,6 +180,17 @@ def github_checkpoints(
         for report in reports
         if (reason := static_reason(report))
     ]
+    ignored = [
+        _Annotation(
+            level="notice",
+            title=f"{name}: {finding.rule} ignored",
+            message=f"{report.checkpoint}: {finding}",
+        )
+        for report in reports
+        if isinstance(report, CheckReport)
+        for finding in report.ignored
+    ]
+    unjudged += ignored
     if not static and all(gate.status == "PASS" and not gate.findings for _, gate in gates):
         message = f"{plural(len(gates), 'checkpoint')} without a finding{check_target(reports[0])}"
         return _lines(
@@ -202,7 +213,8 @@ def _of_gate(gate: Gate, checkpoint: str = "") -> Iterator[_Annotation]:
         yield _Annotation(level=_OF_STATUS[gate.status], title=title, message=prefix + gate.message)
     for kind in fold(gate.findings):
         if kind.first.severity != "info":
-            level, title = _OF_SEVERITY[kind.first.severity], f"{gate.name}: {kind.first.check}"
+            level = _OF_SEVERITY[kind.first.severity]
+            title = f"{gate.name}: {kind.first.rule or kind.first.check}"
             file, line = _place(checkpoint, kind.first)
             # A place that is a path already contains the checkpoint's folder.
             is_path = bool(checkpoint) and kind.first.where.startswith(checkpoint)
