@@ -109,9 +109,7 @@ def test_compiling_is_announced_once(tmp_path: Path) -> None:
         os.utime(file, (0, 0))
     command = ("-m", "vexport", "quantize", source, "--scheme", "FP8_DYNAMIC")
     first = python(Path(vexport.__file__).parent, tmp_path, *command, tmp_path / "first").stderr
-    begun, done = (line for line in first.splitlines() if line.startswith(COMPILING))
-    assert begun == f"{COMPILING} ..."
-    assert done.startswith(f"{COMPILING}: done in ")
+    assert first.splitlines().count(COMPILING) == 1
     assert COMPILING not in python(again, tmp_path, *command, tmp_path / "second").stderr
 
 

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -26,8 +27,7 @@ from vexport.records import (
     OnProgress,
     silent,
 )
-from vexport.records.pace import Pace
-from vexport.records.values import COMPILATION, PROGRESS_STEP, SECONDS, join_limited
+from vexport.records.values import join_limited
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -376,34 +376,11 @@ class Display(ABC):
 
     def __init__(self) -> None:
         self._first_stage: str | None = None
-        self._paces: dict[str, Pace] = {}
-        self._compiling_seconds = 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show the progress of a stage. If the stage of `begin` still runs, end it first."""
         self.end_first_stage()
-        if stage.endswith(COMPILATION) and done:
-            self._exclude_compilation(done)
         self._show(stage, done, total)
-
-    def _exclude_compilation(self, seconds: float) -> None:
-        """Exclude the time of compilations from the speed of running stages.
-
-        `seconds` is the total time of all compilations so far. For a stage that began during a
-        compilation, only the time since the stage began is excluded.
-        """
-        now = time.monotonic()
-        # Each job of a command counts its compilations from 0.
-        before = self._compiling_seconds if seconds >= self._compiling_seconds else 0.0
-        for pace in self._paces.values():
-            pace.pause(min(seconds - before, now - pace.begun))
-        self._compiling_seconds = seconds
-
-    def _left(self, name: str, now: float, done: int, total: int) -> float | None:
-        """Return the estimated seconds until the end of a stage, or None if they are unknown."""
-        if name.endswith(SECONDS):
-            return total - done if done else None
-        return self._paces[name].seconds_left(now, done, total)
 
     def begin(self, stage: str) -> None:
         """Show a stage that lasts until another stage is reported."""
@@ -437,37 +414,31 @@ class BarDisplay(Display):
             progress.SpinnerColumn(finished_text="✓"),
             progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(bar_width=24),
-            progress.TextColumn("{task.fields[done]}"),
+            progress.MofNCompleteColumn(),
             progress.TimeElapsedColumn(),
             progress.TextColumn("{task.fields[left]}"),
             console=Console(stderr=True),
+            # A layer of a large model takes minutes. The default of 30 seconds would forget it.
+            speed_estimate_period=24 * 3600,
         )
         self._tasks: dict[str, TaskID] = {}
 
     def _show(self, stage: str, done: int, total: int) -> None:
-        """Update the stage's bar and its detail."""
-        name = _stage_name(stage)
-        now = time.monotonic()
+        name = stage.partition(PROGRESS_DETAIL)[0]
         total = max(total, 1)
         self.bars.start()
         if name not in self._tasks:
-            self._tasks[name] = self.bars.add_task("", total=total, left="", done="")
-            self._paces[name] = Pace(begun=now, done_at_begin=done)
-        elif done < total and self._paces[name].is_complete:
+            self._tasks[name] = self.bars.add_task("", total=total, completed=done, left="")
+        number = self._tasks[name]
+        task = next(task for task in self.bars.tasks if task.id == number)
+        if done < total and task.finished:
             # The next checkpoint or scheme of the same command begins this stage again.
-            self.bars.reset(self._tasks[name])
-            self._paces[name] = Pace(begun=now, done_at_begin=done)
-        share = self._paces[name].share(done, total)
-        seconds = self._left(name, now, done, total)
-        left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
-        self.bars.update(
-            self._tasks[name],
-            description=_title(stage),
-            completed=share * total,
-            total=total,
-            done=f"{share:.0%}" if name.endswith(SECONDS) else _parts(name, done, total),
-            left=", ".join(filter(None, (left, _step(stage)))) if done < total else "",
-        )
+            self.bars.reset(number, left="")
+        title = stage.replace(PROGRESS_DETAIL, " ")
+        self.bars.update(number, description=title, completed=done, total=total)
+        seconds = task.time_remaining
+        left = f"{timedelta(seconds=seconds)} left" if seconds else ""
+        self.bars.update(number, left=left)
 
     def pause(self) -> None:
         """Leave the bars on the terminal as they are. The next update begins new bars below."""
@@ -476,7 +447,17 @@ class BarDisplay(Display):
         for task in self._tasks.values():
             self.bars.remove_task(task)
         self._tasks.clear()
-        self._paces.clear()
+
+
+@dataclass(slots=True)
+class _Stage:
+    """What `PlainDisplay` has printed of a stage: times in seconds, `first` as parts."""
+
+    begun: float
+    first: int
+    printed: float
+    details: set[str] = field(default_factory=set)
+    has_ended: bool = False
 
 
 class PlainDisplay(Display):
@@ -489,66 +470,41 @@ class PlainDisplay(Display):
 
     def __init__(self) -> None:
         super().__init__()
-        self._printed: dict[str, float] = {}
-        self._shown: set[str] = set()
+        self._stages: dict[str, _Stage] = {}
 
     def _show(self, stage: str, done: int, total: int) -> None:
-        """Print the progress of the stage, if it is due."""
         now = time.monotonic()
-        name = _stage_name(stage)
-        is_first = name not in self._paces
-        is_end = done >= total
-        pace = self._paces.setdefault(name, Pace(begun=now, done_at_begin=done))
-        if name in self._shown:  # it has ended
+        name = stage.partition(PROGRESS_DETAIL)[0]
+        title = stage.replace(PROGRESS_DETAIL, " ")
+        is_first = name not in self._stages
+        state = self._stages.setdefault(name, _Stage(begun=now, first=done, printed=now))
+        if state.has_ended:
             return
-        seconds = self._left(name, now, done, total)
-        left = f"{seconds:.0f} s left" if seconds else ""
-        share = pace.share(done, total)
-        shown = f"{share:.0%}" if name.endswith(SECONDS) else f"{done} of {total}"
-        progress = ", ".join(filter(None, (shown, left, _step(stage))))
-        detail = stage if PROGRESS_DETAIL in stage else ""
-        title = _title(stage)
+        seconds = _seconds_left(now - state.begun, done - state.first, total - done)
+        progress = f"{done} of {total}" + (f", {seconds:.0f} s left" if seconds else "")
+        is_end = done >= total
         if is_first and is_end:  # an event without a duration
             line = title
-        elif detail and detail not in self._shown:
+        elif title != name and title not in state.details:
             line = f"{title}, {progress}"
+            state.details.add(title)
             is_end = False
         elif is_end:
-            line = f"{_title(name)}: done in {now - pace.begun:.1f} s"
+            line = f"{name}: done in {now - state.begun:.1f} s"
         elif is_first:
-            line = f"{_title(name)} ..."
-        elif now - self._printed[name] >= LINE_EVERY_SECONDS:
-            line = f"{_title(name)}: {progress}"
+            line = f"{name} ..."
+        elif now - state.printed >= LINE_EVERY_SECONDS:
+            line = f"{name}: {progress}"
         else:
             return
-        self._printed[name] = now
-        if is_end:
-            self._shown.add(name)
-        if detail:
-            self._shown.add(detail)
+        state.printed = now
+        state.has_ended = is_end
         print(line, file=sys.stderr, flush=True)
 
     def pause(self) -> None:
         """Do nothing, because printed lines do not disturb other output."""
 
 
-def _stage_name(stage: str) -> str:
-    """Return a stage's name without its detail and its current step."""
-    return stage.partition(PROGRESS_STEP)[0].partition(PROGRESS_DETAIL)[0]
-
-
-def _title(stage: str) -> str:
-    """Return a stage's name as people read it, followed by its detail."""
-    named, _, _ = stage.partition(PROGRESS_STEP)
-    return named.replace(PROGRESS_DETAIL, " ").removesuffix(SECONDS)
-
-
-def _step(stage: str) -> str:
-    """Return the current step of a stage in words, or empty text if it has no step."""
-    _, _, step = stage.partition(PROGRESS_STEP)
-    return f"now {step}" if step else ""
-
-
-def _parts(name: str, done: int, total: int) -> str:
-    """Return `3/16`: the finished and all parts of a stage, or "" for a compilation."""
-    return "" if name.endswith(COMPILATION) else f"{done}/{total}"
+def _seconds_left(elapsed: float, done: int, missing: int) -> float:
+    """Return the remaining seconds at the mean speed so far, or 0 if no part is done."""
+    return elapsed * missing / done if done > 0 else 0.0

@@ -258,27 +258,18 @@ def _require_chat_template(
         require_chat_template(root, rendered[0].name, name=source)
 
 
-def _duration(plan: "Plan", text: "Calibration | None", *, may_add_text: bool) -> str | None:
-    """Return a line about the time of calibration, if it will take long on this machine's CPU.
-
-    If the plan needs no text, the user named none and `may_add_text` is True, the line is about a
-    calibration with the default amount of text.
-    """
-    from vexport.plan.duration import cpu_duration_line, with_text
+def _duration(plan: "Plan", text: "Calibration | None") -> str | None:
+    """Return a line about the time of calibration, if it will take long on this machine's CPU."""
+    from vexport.plan.duration import duration_line
     from vexport.plan.rules import calibration_need
     from vexport.quantize.result import NVIDIA_DEVICE
     from vexport.scenario.calibration import default_calibration
 
     settings = text or default_calibration()
     device = settings.device or ("cuda" if NVIDIA_DEVICE.exists() else "cpu")
-    if not device.startswith("cpu"):
+    if not device.startswith("cpu") or calibration_need(plan) is None:
         return None
-    if calibration_need(plan) is not None:
-        return cpu_duration_line(plan, samples=settings.samples, seq_len=settings.seq_len)
-    if text is not None or not may_add_text:
-        return None
-    line = cpu_duration_line(with_text(plan), samples=settings.samples, seq_len=settings.seq_len)
-    return f"with --calibration DATA, {line}" if line else None
+    return duration_line(plan, samples=settings.samples, seq_len=settings.seq_len)
 
 
 def _compare_schemes(
@@ -324,9 +315,7 @@ def _print(
     text = text or (scenario.calibration if scenario else None)
     duration = None
     if output.format_ != "json" and not plan.refusals:
-        # Do not suggest text for a scenario, or if the user chose the rounding.
-        may_add_text = scenario is None and given_settings("plan").get("rounding") is None
-        duration = _duration(plan, text, may_add_text=may_add_text)
+        duration = _duration(plan, text)
     print_text(
         render_plan(
             plan,

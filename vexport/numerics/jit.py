@@ -8,7 +8,6 @@ package would therefore compile the kernels of a checkout again. This module doe
 
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +23,6 @@ from numba.core.typing import Context, Signature
 from numba.extending import intrinsic
 
 from vexport.records import OnProgress
-from vexport.records.values import COMPILATION
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -182,54 +180,24 @@ if folder := cache_folder():  # otherwise numba chooses
     numba.config.CACHE_DIR = str(folder)
 
 
-class Compilation(event.Listener):  # type: ignore[misc]
-    """Progress stage that begins when the first kernel is compiled; cached kernels do not count."""
+class _Announcement(event.Listener):  # type: ignore[misc]
+    """Reports once that kernels are compiled, if the cache does not have them."""
 
     def __init__(self, on_progress: OnProgress) -> None:
-        self._on_progress = on_progress
-        self._begun = False
-        self._seconds = self._reported = 0.0
-        # Numba compiles the kernels that a kernel calls within its own compilation. A lock of numba
-        # keeps other threads from compiling at the same time.
-        self._depth = 0
-        self._started = 0.0
-
-    def seconds(self) -> float:
-        """Return the total time of all compilations so far, in seconds."""
-        return self._seconds
+        self._on_progress: OnProgress | None = on_progress
 
     def on_start(self, event: event.Event) -> None:
-        """Report the start of the stage. Numba calls this in the thread that compiles."""
-        if self._depth == 0:
-            self._started = time.monotonic()
-        self._depth += 1
-        if not self._begun:
-            self._begun = True
-            self._on_progress(COMPILATION, 0, 1)
+        """Numba calls this in the thread that compiles."""
+        if self._on_progress is not None:
+            self._on_progress("compile kernels (only once)", 1, 1)
+            self._on_progress = None
 
     def on_end(self, event: event.Event) -> None:
-        """Add the seconds of a compilation, which `on_progress` reports later."""
-        self._depth -= 1
-        if self._depth == 0:
-            self._seconds += time.monotonic() - self._started
-
-    def on_progress(self, stage: str, done: int, total: int) -> None:
-        """Report the progress of another stage, and before it the seconds of new compilations.
-
-        The stage of the compilation ends at the first of these reports.
-        """
-        if self._seconds > self._reported:
-            self._reported = self._seconds
-            seconds = max(1, round(self._seconds))
-            self._on_progress(COMPILATION, seconds, seconds)
-        self._on_progress(stage, done, total)
+        """Do nothing."""
 
 
 @contextmanager
-def report_compilation(on_progress: OnProgress) -> Iterator[Compilation]:
-    """Report the compilation of kernels as progress inside the block.
-
-    Code in the block must report its other progress to the `on_progress` of the yielded object.
-    """
-    with event.install_listener("numba:compile", Compilation(on_progress)) as compilation:
-        yield compilation
+def announce_compilation(on_progress: OnProgress) -> Iterator[None]:
+    """Report the first compilation of a kernel inside the block as progress."""
+    with event.install_listener("numba:compile", _Announcement(on_progress)):
+        yield

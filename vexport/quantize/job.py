@@ -30,7 +30,7 @@ from vexport.formats.config import quantization_config
 from vexport.formats.packing.base import Array
 from vexport.formats.plan import Plan
 from vexport.names import user_path
-from vexport.numerics.jit import report_compilation
+from vexport.numerics.jit import announce_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
 from vexport.outputs import RECIPE
 from vexport.outputs.digests import HEADERS, HEADERS_DIGEST, record_digests
@@ -139,14 +139,14 @@ def write_checkpoint(
     finished: Mapping[str, Array] | None = None
     rounding: RoundingReport | None = None
     shards = planned_shards(index, plan, job.shard_bytes)
-    with report_compilation(job.on_progress) as compilation:
+    with announce_compilation(job.on_progress):
         if calibration_need(plan) and (known is None or rounds_with_text(plan)):
             trust = job.trust_remote_code
             text = PlanCalibration(
                 index,
                 plan,
                 job.calibration,
-                on_progress=compilation.on_progress,
+                on_progress=job.on_progress,
                 trust_remote_code=trust,
             )
         inputs = input_digest(
@@ -165,7 +165,6 @@ def write_checkpoint(
                     is_resumed = aside.is_dir() and any(aside.iterdir())
                     if not is_resumed:
                         text.note_duration()
-                    text.show_overall_progress(compilation.seconds)
                 calibration = known or text.calibrated(aside)
                 if rounds_with_text(plan):
                     finished, rounding = text.round(calibration, aside)
@@ -180,7 +179,7 @@ def write_checkpoint(
                 folder,
                 shards_of_this_rank(shards),
                 finished=finished,
-                on_progress=compilation.on_progress,
+                on_progress=job.on_progress,
             )
             gather(None)  # wait until all ranks have written their files
             if rank_and_size()[0] == 0:

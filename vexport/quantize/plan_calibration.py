@@ -1,11 +1,11 @@
 """Run the calibration text of a plan: measure gradients, collect statistics, and round weights."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors.extras import require_extra
@@ -14,19 +14,17 @@ from vexport.formats.packing.base import Array
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.outputs.manifest import record as record_file
-from vexport.plan.duration import calibration_work, cpu_duration_line
+from vexport.plan.duration import duration_line
 from vexport.plan.rules import (
     SMOOTHING_ROWS,
     TOKEN_WEIGHT_ROWS,
     rounds_with_text,
     smoothed_groups,
-    statistics_need,
 )
 from vexport.quantize.samples import calibration_samples, require_calibration
-from vexport.quantize.time_left import OverallProgress, Step
 from vexport.quantize.warnings import little_text_of_plan
 from vexport.records import CalibrationRecord, OnProgress, Smoothing
-from vexport.records.calibration import CALIBRATE, GRADIENTS, ROUND, RoundingReport
+from vexport.records.calibration import RoundingReport
 from vexport.scenario import Calibration
 
 if TYPE_CHECKING:
@@ -34,13 +32,6 @@ if TYPE_CHECKING:
     from vexport.calibration.walk import LayerWalk
 
 LOG = logging.getLogger(__name__)
-
-
-class _Size(TypedDict):
-    """Size of calibration samples, as keywords of the functions that estimate a duration."""
-
-    samples: int
-    seq_len: int
 
 
 class PlanCalibration:
@@ -93,38 +84,14 @@ class PlanCalibration:
 
         return LayerWalk(self._index, trust_remote_code=self._trust, device=self._device)
 
-    def show_overall_progress(self, compiling_seconds: Callable[[], float]) -> None:
-        """Report the time of all calibration steps together, if there are several.
-
-        `compiling_seconds` returns the seconds that the compilation of kernels has taken.
-        """
-        steps = tuple(self._steps())
-        if len(steps) > 1:
-            self.on_progress = OverallProgress(steps, self.on_progress, compiling_seconds)
-
     def note_duration(self) -> None:
         """Print a note with the expected time, if calibrating on the CPU will take long."""
         if rank_and_size() == (0, 1) and self._device.startswith("cpu"):
-            line = cpu_duration_line(self.plan, **self._size)
+            samples = len(self.samples.rows)
+            mean_len = -(-self.samples.tokens // samples)
+            line = duration_line(self.plan, samples=samples, seq_len=mean_len)
             if line is not None:
                 LOG.info("note: %s", line)
-
-    @property
-    def _size(self) -> _Size:
-        """Return the number of samples, and their mean number of tokens."""
-        samples = len(self.samples.rows)
-        return {"samples": samples, "seq_len": -(-self.samples.tokens // samples)}
-
-    def _steps(self) -> Iterator[Step]:
-        """Yield the steps that calibrating and rounding will take on this rank, in their order."""
-        work = calibration_work(self.plan, **self._size)
-        ranks = rank_and_size()[1]
-        if self._smoothed_groups(()) or self._weighs_tokens:
-            yield Step(name=GRADIENTS, work=work[GRADIENTS])
-        if rounds_with_text(self.plan):
-            yield Step(name=ROUND, work=work[ROUND] / ranks)
-        elif statistics_need(self.plan):
-            yield Step(name=CALIBRATE, work=work[CALIBRATE] / ranks)
 
     def calibrated(self, folder: Path) -> CalibrationRecord:
         """Return the statistics before rounding. Read them from `folder` if an earlier call stored

@@ -14,16 +14,6 @@ Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 OnProgress = Callable[[str, int, int], None]
 # Separates a stage's name from its current detail.
 PROGRESS_DETAIL = ": now "
-# Separates a stage's name from its current step. A step is shown with the progress of the stage,
-# and changes too often for a line of its own.
-PROGRESS_STEP = ": step "
-# End of the name of a stage that reports elapsed seconds and expected seconds. Displays show a
-# share and the time left.
-SECONDS = " (seconds)"
-# Name of the stage in which kernels are compiled. From the second report on, `done` and `total` are
-# both the seconds that all compilations have taken so far. Other stages exclude this time from
-# their estimates.
-COMPILATION = "compile kernels (only once)"
 
 
 def silent(stage: str, done: int, total: int) -> None:
