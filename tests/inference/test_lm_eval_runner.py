@@ -17,7 +17,8 @@ from vexport.engine.session import Worker
 from vexport.inference.repeated import read_repeated
 from vexport.inference.tasks import resolve_tasks
 from vexport.judge.verdict import decide
-from vexport.records import LmEvalSettings, silent
+from vexport.records import silent
+from vexport.scenario.evaluate import LmEvalSettings
 from vexport.scores.results import read_results
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -35,13 +36,14 @@ TEMPLATE = (
 SYSTEM = "Add both numbers."
 CHAT = LmEvalSettings(
     num_fewshot=2,
+    limit=DOCUMENTS - 10,
     apply_chat_template=True,
     fewshot_as_multiturn=True,
     system_instruction=SYSTEM,
     gen_kwargs={"max_gen_toks": 3, "temperature": 0},
-    batch_size=16,
 )
-SAMPLED = LmEvalSettings(gen_kwargs={"temperature": 1.0}, seeds=3)
+SAMPLED = LmEvalSettings(gen_kwargs={"temperature": 1.0}, seeds=3, limit=30)
+PLAIN = LmEvalSettings(limit=DOCUMENTS - 10)
 LEAKING = "doc_to_text: \"{{ ''.__class__.__mro__ }}\""
 
 
@@ -81,9 +83,9 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
             tasks=resolve_tasks(given, folder=folder / "resolved" / name),
             output=folder / name,
             max_model_len=64,
-            limit=30 if name.startswith("sampled") else DOCUMENTS - 10,
+            batch_size=16 if name == "chat" else "auto",
             repeat=name in ("second", "chat", "sampled"),
-            lm_eval={"chat": CHAT, "sampled": SAMPLED}.get(name.split()[0], LmEvalSettings()),
+            lm_eval={"chat": CHAT, "sampled": SAMPLED}.get(name.split()[0], PLAIN),
         )
         for name, given in tasks.items()
     ]

@@ -15,8 +15,8 @@ from vexport.cli.settings import given_settings, setting_options
 from vexport.errors import InputError
 from vexport.inference.lm_eval_model import ServedChat
 from vexport.inference.prompting import lm_eval_settings
-from vexport.records import LmEvalSettings
 from vexport.scenario import Evaluate
+from vexport.scenario.evaluate import LmEvalSettings
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

@@ -24,7 +24,7 @@ from vexport.inference.options import CANDIDATE, EngineOptions
 from vexport.inference.session_folder import clear_session
 from vexport.outputs.manifest import MANIFEST, record
 from vexport.outputs.replaceable import FolderKind, locked_folder
-from vexport.records import CheckReport, LmEvalSettings, silent
+from vexport.records import CheckReport, silent
 from vexport.run.directory import KIND, OLD_EVALUATION_MARK, Digests, Run, RunDirectory, Stage
 from vexport.run.eval_run import evaluate_checkpoints
 from vexport.run.given import Given, RunModel
@@ -32,6 +32,7 @@ from vexport.run.scenario_run import STAGES, run_scenario
 from vexport.run.stages.making import check, quantize
 from vexport.run.stages.serving import resolve_prompting, serve_candidate
 from vexport.scenario import Evaluate, Serve, read_scenario
+from vexport.scenario.evaluate import JudgementSettings, LmEvalSettings, TransportSettings
 
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"
 MODEL_CODE = """from transformers import LlamaConfig, LlamaForCausalLM
@@ -183,6 +184,21 @@ def test_changed_limit_is_named(run: Run, tmp_path: Path, llama: Path) -> None:
     run.directory.finish("serve candidate", {"evaluation": "0"}, 1.0)
     with pytest.raises(InputError, match="a run of an older version"):
         run.directory.is_done("serve candidate", old)
+
+
+def test_only_judgement_and_transport_keep_responses(run: Run, tmp_path: Path, llama: Path) -> None:
+    """Settings of the verdict and of requests do not run a model again. All others do."""
+    asked = Evaluate(tasks=("arc_easy",))
+    old = session_digests(asked, llama, tmp_path / "run")
+    kept = {*JudgementSettings.model_fields, *TransportSettings.model_fields}
+    digested = {key for key in Evaluate.model_fields if f"`{key}`" in old}
+    assert digested == Evaluate.model_fields.keys() - kept
+    run.directory.finish("serve candidate", old, 1.0)
+    others = asked.model_copy(update={"margin": 0.5, "kl_limit": 1.0, "concurrency": 2})
+    assert run.directory.is_done("serve candidate", session_digests(others, llama, tmp_path))
+    others = asked.model_copy(update={"max_gen_toks": 9})
+    with pytest.raises(InputError, match="an earlier run with another `max_gen_toks`"):
+        run.directory.is_done("serve candidate", session_digests(others, llama, tmp_path))
 
 
 def test_old_evaluation_folder(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from tests.texts import assert_contains
 from vexport.errors import InputError
 from vexport.quantize.auto import plan_scenario
 from vexport.scenario import DEFAULT_ALPHA, Evaluate, Scenario, read_scenario
-from vexport.scenario.declaring import keys_with
 from vexport.scenario.evaluate import SUITES, TYPICAL_DISAGREEMENT, Suite
+from vexport.scenario.section import ScenarioSection
 from vexport.scenario.serve import Serve, with_options
 
 TESTS = Path(__file__).parents[1]
@@ -203,11 +203,11 @@ def test_plan_counts_documents(
         assert "uses fewer" not in shown.stdout
 
 
-def test_every_setting_of_an_evaluation_has_an_effect() -> None:
-    """A new setting is either compared, stored, digested or ignored on purpose."""
-    assert [*keys_with(Evaluate, "asks", "scores", "judges", "transports")] == [
-        *Evaluate.model_fields
-    ]
+@pytest.mark.parametrize("section", [Evaluate, Serve])
+def test_every_setting_is_in_the_class_for_what_it_shapes(section: type[ScenarioSection]) -> None:
+    """Digests, accepted baselines and lm-eval's arguments are lists of the base classes' fields."""
+    shapes = [base.model_fields for base in section.__bases__ if issubclass(base, ScenarioSection)]
+    assert sorted(key for fields in shapes for key in fields) == sorted(section.model_fields)
 
 
 SERVED = "name: n\nsource: {source}\nrules: [{{match: Linear, scheme: NVFP4A16}}]\nserve: {serve}\n"

@@ -13,7 +13,7 @@ import transformers
 
 from vexport.engine.kernels import activation_bits, kernel_of
 from vexport.records import EngineInfo
-from vexport.scenario.serve import SERVE_KEYS, EngineArguments
+from vexport.scenario.serve import EngineArguments
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -138,8 +138,7 @@ def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
     depends on the checkpoint.
     """
     config = llm.llm_engine.vllm_config
-    others = {name: value for name, value in given.items() if name not in SERVE_KEYS}
-    return {
+    recorded = {
         "tensor_parallel_size": str(config.parallel_config.tensor_parallel_size),
         "pipeline_parallel_size": str(config.parallel_config.pipeline_parallel_size),
         "distributed_executor_backend": str(config.parallel_config.distributed_executor_backend),
@@ -147,6 +146,12 @@ def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
         "max_num_seqs": str(config.scheduler_config.max_num_seqs),
         "kv_cache_dtype": str(given.get("kv_cache_dtype", "auto")),
         "max_model_len": str(config.model_config.max_model_len),
+    }
+    # EngineInfo.compilation has the effect of enforce_eager.
+    known = (*recorded, "enforce_eager")
+    others = {name: value for name, value in given.items() if name not in known}
+    return {
+        **recorded,
         "engine_args": json.dumps(others, sort_keys=True) if others else "none",
         "environment": kernel_environment(),
     }

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from vexport.records import Canary, DraftCounts, Endpoint, EngineInfo, LmEvalSettings, RankMemory
+from vexport.records import BatchSize, Canary, DraftCounts, Endpoint, EngineInfo, RankMemory
+from vexport.scenario.evaluate import LmEvalSettings
 from vexport.scenario.serve import EngineArguments
 
 # Tokens of a greedy continuation: enough to show errors that grow with the length (KV cache,
@@ -64,8 +65,7 @@ class SessionRequest:
     `drafted` are prompts that the engine continues with speculative decoding.
 
     `tasks` are lm-eval task names or YAML files. If there are any, `output` is the folder for
-    lm-eval's result and sample files, and `lm_eval` has the settings of lm-eval. `limit` is the
-    largest number of documents of each task, or a share of them if it is below 1. With `repeat`, a
+    lm-eval's result and sample files, and `lm_eval` has the settings of lm-eval. With `repeat`, a
     part of the documents or rows is evaluated a second time. `accepted` has the digest of each
     question of an accepted baseline, by task and document. If a question differs, the request ends
     with a problem before the engine starts.
@@ -91,7 +91,7 @@ class SessionRequest:
     tasks: tuple[str, ...] = ()
     include_paths: tuple[Path, ...] = ()
     lm_eval: LmEvalSettings = LmEvalSettings()
-    limit: int | float | None = None
+    batch_size: BatchSize = "auto"
     repeat: bool = False
     accepted: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     output: Path | None = None

@@ -13,8 +13,8 @@ from pydantic import JsonValue
 from vexport.errors import InputError
 from vexport.inference.model import Model, override_attribute
 from vexport.inference.stored_responses import FinishedText
-from vexport.records import LmEvalSettings
 from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
+from vexport.scenario.evaluate import LmEvalSettings
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

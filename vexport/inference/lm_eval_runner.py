@@ -6,12 +6,13 @@ Only worker processes import this module.
 import importlib.metadata
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from pydantic import JsonValue
@@ -35,6 +36,7 @@ from vexport.inference.task_data import (
 from vexport.inference.tasks import reads_hub
 from vexport.outputs.manifest import record
 from vexport.records import OnProgress
+from vexport.scenario.evaluate import LmEvalSettings
 
 if TYPE_CHECKING:
     from lm_eval.api.group import Group
@@ -46,8 +48,6 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 _CONSTRUCTOR_KEYS = ("dtype", "trust_remote_code", "max_model_len", "seed")
-_ANSWER_KEYS = ("max_gen_toks", "think_end_token", "enable_thinking")
-"""Arguments of lm-eval's vLLM model that the user may set. They are recorded if they are set."""
 # Size of the cache of compiled templates. It exceeds the number of templates in any suite. A task
 # has about four.
 _MAX_TEMPLATES = 4096
@@ -61,7 +61,7 @@ def run_tasks(
     kept = StoredResponses(None)
     if request.identity is not None and request.output is not None:
         kept = open_stored_responses(request.output, f"{request.identity} {engine_words()}")
-    size = request.lm_eval.batch_size
+    size = request.batch_size
     answering_model = EngineModel(llm, kept, progress, size if isinstance(size, int) else None)
     ask_tasks(answering_model, arguments, request)
 
@@ -113,11 +113,18 @@ def _wrapped(
     answering_model: Model, arguments: ModelArguments, request: SessionRequest
 ) -> "tuple[VLLM, ModelArguments]":
     """Return lm-eval's model that runs `answering_model`, and the arguments of its constructor."""
-    settings = request.lm_eval
-    values = {key: getattr(settings, key) for key in _ANSWER_KEYS}
+    from lm_eval.models.vllm_causallms import VLLM
+
+    # lm-eval records all arguments, so it gets only the settings that were set.
+    values = _arguments_of(VLLM, request.lm_eval)
     given = {key: value for key, value in values.items() if value is not None}
-    arguments = {**arguments, **given}
-    return wrap_model(answering_model, arguments, settings), arguments
+    arguments = {**given, **arguments}
+    return wrap_model(answering_model, arguments, request.lm_eval), arguments
+
+
+def _arguments_of(function: Callable[..., object], settings: LmEvalSettings) -> dict[str, Any]:
+    """Return the settings that are arguments of a function or class of lm-eval."""
+    return settings.model_dump(include={*signature(function).parameters})
 
 
 def require_accepted_questions(
@@ -140,7 +147,7 @@ def require_accepted_questions(
         evaluation = _Evaluation(model, arguments, request, task_manager(request), tracker)
         tasks = evaluation.load()
         try:
-            samples = evaluation.run(tasks, request.limit)["samples"]
+            samples = evaluation.run(tasks, request.lm_eval.limit)["samples"]
         except VexportError:
             raise
         except Exception as error:
@@ -164,14 +171,14 @@ def _evaluate(
     if any(task.OUTPUT_TYPE != "generate_until" for task in _all_tasks(tasks)):
         answering_model.require_scores()
     try:
-        results = evaluation.run(tasks, request.limit)
+        results = evaluation.run(tasks, request.lm_eval.limit)
         first = {name: list(rows) for name, rows in results["samples"].items()}
         evaluation.add_seeds(results["samples"])
         if request.repeat:
             assert request.output is not None
             answering_model.start_round()
             # Newly loaded tasks start from the same seed, so they have the same few-shot examples.
-            limit = documents_to_repeat(len(results["samples"]), request.limit)
+            limit = documents_to_repeat(len(results["samples"]), request.lm_eval.limit)
             again = evaluation.run(evaluation.load(), limit)
             repeated = compare_rows(first, again["samples"])
             write_repeated(request.output, replace(repeated, sampled=request.lm_eval.seeds > 1))
@@ -216,18 +223,14 @@ class _Evaluation:
 
         settings, first = self.request.lm_eval, self.request.seed
         sampling = {"seed": first + seed, "do_sample": True} if settings.seeds > 1 else {}
+        changed = {"gen_kwargs": {**sampling, **settings.gen_kwargs} or None, "limit": limit}
         results: EvalResults = simple_evaluate(
             model=self.model,
             model_args=dict(self.arguments),
             tasks=tasks,
             task_manager=self.manager,
-            num_fewshot=settings.num_fewshot,
-            batch_size=settings.batch_size,
-            system_instruction=settings.system_instruction,
-            apply_chat_template=settings.apply_chat_template,
-            fewshot_as_multiturn=settings.fewshot_as_multiturn,
-            gen_kwargs={**sampling, **settings.gen_kwargs} or None,
-            limit=limit,
+            **{**_arguments_of(simple_evaluate, settings), **changed},
+            batch_size=self.request.batch_size,
             log_samples=True,
             bootstrap_iters=0,
             evaluation_tracker=self.tracker,
@@ -252,7 +255,7 @@ class _Evaluation:
                 task.task_name for task in _all_tasks(tasks) if task.OUTPUT_TYPE == "generate_until"
             }
             if generating:
-                further = self.run(tasks, self.request.limit, seed)["samples"]
+                further = self.run(tasks, self.request.lm_eval.limit, seed)["samples"]
                 for name in generating & further.keys():
                     samples[name] += [{**row, SEED: seed} for row in further[name]]
 

@@ -5,7 +5,6 @@ conditions.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -14,8 +13,9 @@ from vexport.checkpoint.chat_template import DEFAULT, chat_templates
 from vexport.errors import InputError, raise_all
 from vexport.files import read_json_object
 from vexport.inference.answers import ServedSession
-from vexport.records import Json, LmEvalSettings
+from vexport.records import Json
 from vexport.scenario import Evaluate
+from vexport.scenario.evaluate import LmEvalSettings, ResponseSettings
 
 _FIX_COPY_TEMPLATE = "copy chat_template.jinja from {}"
 _FIX_NO_TEMPLATE = (
@@ -53,7 +53,7 @@ def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSe
         fix = "remove fewshot_as_multiturn, or add a chat template"
         raise InputError(f"{role} {root}", got=got, need=need, fix=fix)
     multiturn = settings.fewshot_as_multiturn
-    given = settings.model_dump(include={field.name for field in fields(LmEvalSettings)})
+    given = settings.model_dump(include={*ResponseSettings.model_fields})
     decided = {
         "apply_chat_template": template,
         "no_template_for_plain_text": bool(template) and settings.apply_chat_template is None,

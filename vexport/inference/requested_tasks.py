@@ -14,8 +14,8 @@ from vexport.engine.messages import SessionRequest
 from vexport.inference.options import EngineOptions
 from vexport.inference.task_data import fetch_task_data, metrics_in_files
 from vexport.inference.tasks import TaskMetrics, require_generating, resolve_tasks
-from vexport.records import LmEvalSettings
 from vexport.scenario import Evaluate
+from vexport.scenario.evaluate import LmEvalSettings
 
 
 def add_tasks(
@@ -34,7 +34,7 @@ def add_tasks(
         request,
         tasks=tasks,
         include_paths=settings.include_path,
-        limit=settings.limit,
+        batch_size=settings.batch_size,
         output=folder,
         seed=settings.seed,
     )

@@ -40,9 +40,10 @@ from vexport.inference.session_folder import (
     add_to_manifest,
 )
 from vexport.inference.text_rows import read_rows, truncated_rows
-from vexport.records import LmEvalSettings, named
+from vexport.records import named
 from vexport.records.values import MOST_COUNT
 from vexport.scenario import Evaluate
+from vexport.scenario.evaluate import LmEvalSettings
 from vexport.scenario.serve import EngineArguments
 
 SERVER_WORKER = "vexport.inference.endpoint.worker"

@@ -21,7 +21,7 @@ from vexport.inference.tasks import require_known
 from vexport.judge.accepted import Accepted, gate_contradictions, read_accepted
 from vexport.names import user_path
 from vexport.scenario import Evaluate, Serve
-from vexport.scenario.declaring import keys_with
+from vexport.scenario.evaluate import ResponseSettings
 from vexport.scenario.reading import problems_at
 from vexport.scenario.serve import with_options
 from vexport.scores.settings import (
@@ -37,8 +37,6 @@ from vexport.scores.settings import (
     THINK_END_TOKEN,
 )
 
-SCORE_SETTINGS = keys_with(Evaluate, "scores")
-"""Keys of `Evaluate` that change questions, responses or scores. Tasks are handled separately."""
 PATHS = ("tasks", "include_path")
 """Keys of `Evaluate` with paths of files or folders."""
 MAX_MODEL_LEN, DTYPE = "max_model_len", "dtype"
@@ -74,7 +72,9 @@ def settings_to_store(evaluate: Evaluate, serve: Serve, file: Path) -> dict[str,
     Settings with their default value are left out. Paths below the current folder become relative
     to the folder of `file`. They stay valid if the repository is cloned to another place.
     """
-    stored = evaluate.model_dump(mode="json", include={*SCORE_SETTINGS}, exclude_defaults=True)
+    stored = evaluate.model_dump(
+        mode="json", include={*ResponseSettings.model_fields}, exclude_defaults=True
+    )
     stored = {**paths_to_store(evaluate, file), **stored}
     arguments = serve.given
     return stored | {key: arguments[key] for key in ENGINE if arguments.get(key) is not None}
@@ -143,7 +143,7 @@ def accepted_settings(accepted: Accepted) -> dict[str, JsonValue]:
     """
     if accepted.settings is None:
         return recovered_settings(accepted.fingerprint, accepted.names, [*accepted.tasks])
-    known = (*PATHS, *SCORE_SETTINGS, *ENGINE)
+    known = (*PATHS, *ResponseSettings.model_fields, *ENGINE)
     settings = {key: value for key, value in accepted.settings.items() if key in known}
     settings.setdefault("tasks", [*accepted.names])
     return settings
@@ -204,7 +204,7 @@ def _contradictions(
     command: str,
 ) -> Iterator[InputError]:
     """Yield an error for each given setting that differs from the accepted setting."""
-    for key in (key for key in SCORE_SETTINGS if key in named):
+    for key in (key for key in ResponseSettings.model_fields if key in named and key != _SEEDS):
         if not _is_same(key, named[key], stored, accepted):
             need = f"{_words(key, stored, accepted)}, as in {file}"
             yield InputError(f"{command}: {key}", got=_text(named[key]), need=need, fix=_FIX)

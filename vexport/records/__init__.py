@@ -19,7 +19,6 @@ from vexport.records.accuracy import (
     Endpoint,
     Flip,
     GenKwargs,
-    LmEvalSettings,
     PromptDrift,
     Prompting,
     Scalar,

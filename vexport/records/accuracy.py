@@ -150,36 +150,6 @@ The list contains the usual fields of SamplingParams.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LmEvalSettings:
-    """Arguments of lm-eval's `simple_evaluate` and its vLLM model, under lm-eval's names (0.4.13).
-
-    - `num_fewshot` has no effect on a task that is defined with 0 examples.
-    - `apply_chat_template` is the name of a template, or True for the default template.
-    - `no_template_for_plain_text` skips the template for tasks that score the log-likelihood of
-      plain text (`plain_as_is` in JSON).
-    - `fewshot_as_multiturn` has no effect without a template.
-    - `gen_kwargs` override the keys of tasks that generate text, key by key.
-    - `max_gen_toks` is the maximum number of new tokens if the task does not set it.
-    - `think_end_token` ends the thinking. The scored text begins after the last of these tokens.
-    - `enable_thinking` is passed to the template.
-    - `batch_size` is the number of requests that vLLM gets at once.
-    - `seeds` is the number of sampled responses per document in tasks that generate text.
-    """
-
-    num_fewshot: int | None = None
-    apply_chat_template: bool | str = False
-    no_template_for_plain_text: bool = field(default=False, metadata={"alias": "plain_as_is"})
-    fewshot_as_multiturn: bool = False
-    system_instruction: str | None = None
-    gen_kwargs: GenKwargs = field(default_factory=dict)
-    max_gen_toks: int | None = None
-    think_end_token: str | None = None
-    enable_thinking: bool | None = None
-    batch_size: BatchSize = "auto"
-    seeds: int = 1
-
-
 DEFAULT_CONCURRENCY = 32
 REQUEST_SECONDS = 300.0
 """Time limit for a response of a server, and for retries of a failed request."""

@@ -11,7 +11,6 @@ of scenarios. `Option` also makes the key an option of the command line.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from pydantic import BaseModel, GetJsonSchemaHandler, JsonValue
 from pydantic.fields import FieldInfo
@@ -28,14 +27,6 @@ _TYPES: Mapping[JsonValue, ValueType] = {
 }
 _NULL: JsonValue = {"type": "null"}
 Schema = Mapping[str, JsonValue]
-Effect = Literal["asks", "scores", "judges", "transports"]
-"""What a setting of an evaluation changes.
-
-- asks: the models, tasks or texts that are evaluated
-- scores: the prompts, responses or scores of a task; accepted baselines store these settings
-- judges: only the verdict and its warnings; a finished evaluation is judged again
-- transports: only how requests reach a server
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +34,12 @@ class Key:
     """Help text of a key, in Markdown.
 
     `help` is a sentence. `unset` describes the effect of leaving the key out. `more` appears only
-    in the documents. `effect` is set for the settings of an evaluation.
+    in the documents.
     """
 
     help: str
     unset: str = field(default="", kw_only=True)
     more: str = field(default="", kw_only=True)
-    effect: Effect | None = field(default=None, kw_only=True)
 
     def __get_pydantic_json_schema__(
         self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -81,12 +71,6 @@ def declaration(info: FieldInfo) -> Key | None:
     """Return the `Key` or `Option` of a field, or None for an argument of the Python API only."""
     found = [each for each in info.metadata if isinstance(each, Key)]
     return found[-1] if found else None
-
-
-def keys_with(model: type[BaseModel], *effects: Effect) -> tuple[str, ...]:
-    """Return the keys of the settings with one of these effects, in the order of the fields."""
-    declared = {key: declaration(info) for key, info in model.model_fields.items()}
-    return tuple(key for key, each in declared.items() if each and each.effect in effects)
 
 
 def default_value(info: FieldInfo) -> JsonValue:

@@ -124,7 +124,6 @@ MarginSetting = Annotated[
         metavar="[TASK=]M|P%",
         unset=f"{DEFAULT_MARGIN} or {100 * DEFAULT_RELATIVE_MARGIN:g}%",
         more='In a scenario also by task: `{gsm8k: 0.03, wikitext: "2%"}`.',
-        effect="judges",
     ),
 ]
 AlphaSetting = Annotated[
@@ -135,7 +134,6 @@ AlphaSetting = Annotated[
         "Accepted probability of a wrong PASS.",
         "Verdict",
         metavar="A",
-        effect="judges",
     ),
 ]
 
@@ -155,18 +153,12 @@ GateSetting = Annotated[
         metavar="[TASK=]METRIC[:higher|:lower][,FILTER]",
         unset="`exact_match`, else `acc`",
         more='In a scenario `{gsm8k: "exact_match,flexible-extract", asr: "wer:lower"}`.',
-        effect="judges",
     ),
 ]
 
 
-class Evaluate(ScenarioSection):
-    """Evaluation for the verdict: tasks or text, settings of prompts and generation, and limits.
-
-    Tasks are judged by the loss in their metrics. Text is judged by the log-probabilities of its
-    tokens, and with `speculative` also by the acceptance length of drafts. Settings of prompts have
-    the names and meanings of lm-eval, and apply to both models.
-    """
+class QuestionSettings(ScenarioSection):
+    """Settings that select the questions: tasks or text. If they change, the models run again."""
 
     tasks: Annotated[
         tuple[str, ...],
@@ -176,7 +168,6 @@ class Evaluate(ScenarioSection):
             names="--task --tasks",
             metavar="T,...",
             more="Required without `suite` and `text`.",
-            effect="asks",
         ),
     ] = ()
     suite: Annotated[
@@ -184,7 +175,6 @@ class Evaluate(ScenarioSection):
         Key(
             "Named list of tasks with margin and limit, instead of `tasks`.",
             more="See [suites](evaluation.md#suites).",
-            effect="asks",
         ),
     ] = None
     text: Annotated[
@@ -194,17 +184,11 @@ class Evaluate(ScenarioSection):
             "Tasks",
             metavar="DATA",
             more="See [text](evaluation.md#text-in-the-place-of-tasks).",
-            effect="asks",
         ),
     ] = None
     text_rows: Annotated[
         Positive,
-        Option(
-            "Number of rows of the text to read.",
-            "Tasks",
-            hidden=True,
-            effect="asks",
-        ),
+        Option("Number of rows of the text to read.", "Tasks", hidden=True),
     ] = DEFAULT_TEXT_ROWS
     text_tokens: Annotated[
         int,
@@ -215,7 +199,6 @@ class Evaluate(ScenarioSection):
             "Tasks",
             metavar="N",
             more="More tokens test [long contexts](evaluation.md#long-contexts).",
-            effect="asks",
         ),
     ] = DEFAULT_TEXT_TOKENS
     speculative: Annotated[
@@ -226,27 +209,35 @@ class Evaluate(ScenarioSection):
             "Tasks",
             metavar="METHOD",
             hidden=True,
-            effect="asks",
         ),
     ] = None
     include_path: Annotated[
         tuple[Path, ...],
-        Option(
-            "Folder with additional tasks of lm-eval.",
-            "Tasks",
-            metavar="DIR",
-            effect="asks",
-        ),
+        Option("Folder with additional tasks of lm-eval.", "Tasks", metavar="DIR"),
     ] = ()
+    kl_prompts: Annotated[
+        int,
+        Gt(0),
+        Key("Maximum number of prompts to measure KL and NLL on."),
+    ] = DEFAULT_KL_PROMPTS
+
+    @field_validator("include_path", mode="before", json_schema_input_type=str | tuple[Path, ...])
+    @classmethod
+    def _wrap_single_folder(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+
+class ResponseSettings(ScenarioSection):
+    """Settings that shape prompts, responses and scores of tasks, for both models.
+
+    If they change, the models run again. Accepted baselines store them. Settings that are arguments
+    of lm-eval have the argument's name, and are passed on to it.
+    """
+
     num_fewshot: Annotated[
         int | None,
         Ge(0),
-        Option(
-            "Number of examples in each prompt.",
-            "Prompts",
-            unset="set by the task",
-            effect="scores",
-        ),
+        Option("Number of examples in each prompt.", "Prompts", unset="set by the task"),
     ] = None
     apply_chat_template: Annotated[
         bool | str | None,
@@ -255,7 +246,6 @@ class Evaluate(ScenarioSection):
             "Prompts",
             unset="applied if the models have a template, except for suite `code`",
             more="A name chooses one of several templates.",
-            effect="scores",
         ),
     ] = None
     fewshot_as_multiturn: Annotated[
@@ -265,44 +255,25 @@ class Evaluate(ScenarioSection):
             "Prompts",
             hidden=True,
             unset="turns, if a chat template is applied",
-            effect="scores",
         ),
     ] = None
     system_instruction: Annotated[
         Text | None,
-        Option(
-            "System prompt.",
-            "Prompts",
-            metavar="TEXT",
-            effect="scores",
-        ),
+        Option("System prompt.", "Prompts", metavar="TEXT"),
     ] = None
     gen_kwargs: Annotated[
         GenKwargs,
-        Option(
-            "Generation arguments that override the task's.",
-            "Prompts",
-            metavar="K=V,...",
-            effect="scores",
-        ),
+        Option("Generation arguments that override the task's.", "Prompts", metavar="K=V,..."),
     ] = {}
     max_gen_toks: Annotated[
         int | None,
         Gt(0),
-        Option(
-            "Maximum number of new tokens, if the task sets none.",
-            "Prompts",
-            unset="256",
-            effect="scores",
-        ),
+        Option("Maximum number of new tokens, if the task sets none.", "Prompts", unset="256"),
     ] = None
     think_end_token: Annotated[
         Text | None,
         Option(
-            "Score only the text after this token, such as `</think>`.",
-            "Prompts",
-            metavar="TEXT",
-            effect="scores",
+            "Score only the text after this token, such as `</think>`.", "Prompts", metavar="TEXT"
         ),
     ] = None
     enable_thinking: Annotated[
@@ -311,46 +282,19 @@ class Evaluate(ScenarioSection):
             "Value of `enable_thinking` for the chat template.",
             "Prompts",
             unset="the template decides",
-            effect="scores",
         ),
     ] = None
-    batch_size: Annotated[
-        BatchSize,
-        Field(union_mode="left_to_right"),
-        Option(
-            "Number of requests that vLLM gets at once, or `auto` for all requests.",
-            "Tasks",
-            metavar="N|auto",
-            hidden=True,
-            effect="asks",
-        ),
-    ] = "auto"
-    margin: MarginSetting = None
-    alpha: AlphaSetting = DEFAULT_ALPHA
     limit: Annotated[
         int | float | None,
         Option(
             "Use the first N documents of each task, or a share of them if N is below 1.",
             "Tasks",
             metavar="N",
-            effect="scores",
-        ),
-    ] = None
-    gate: GateSetting = {}
-    baseline: Annotated[
-        str | None,
-        Key(
-            "The checkpoint to compare with.",
-            unset="the source",
-            effect="asks",
         ),
     ] = None
     seed: Annotated[
         int,
-        Key(
-            "Seed of vLLM and lm-eval.",
-            effect="scores",
-        ),
+        Key("Seed of vLLM and lm-eval."),
     ] = 0
     seeds: Annotated[
         int,
@@ -361,9 +305,40 @@ class Evaluate(ScenarioSection):
             "Prompts",
             metavar="N",
             more="Needs `gen_kwargs: {temperature: 0.6}`.",
-            effect="asks",
         ),
     ] = 1
+
+    @field_validator("apply_chat_template", mode="before")
+    @classmethod
+    def _check_chat_template(cls, value: object) -> object:
+        if not isinstance(value, bool | str | None) or value == "":
+            raise ValueError("true, false or the name of a chat template")
+        return value
+
+    @field_validator("limit")
+    @classmethod
+    def _check_limit(cls, value: int | float | None) -> int | float | None:
+        if value is not None and (not 0 < value < 2**53 or value >= 1 and value != int(value)):
+            raise ValueError("a whole number of documents, or a share between 0 and 1")
+        return value if value is None or value < 1 else int(value)
+
+    @field_validator("gen_kwargs")
+    @classmethod
+    def _check_spelling_of_gen_kwargs(cls, value: GenKwargs) -> GenKwargs:
+        hints = {
+            key: nearest_hint(key, GENERATION_KEYS) for key in value if key not in GENERATION_KEYS
+        }
+        if wrong := [f"{key}{hint}" for key, hint in hints.items() if hint]:
+            raise ValueError(f"arguments that vLLM supports, not {', '.join(wrong)}")
+        return value
+
+
+class JudgementSettings(ScenarioSection):
+    """Settings of the verdict. If they change, the stored responses are judged again."""
+
+    margin: MarginSetting = None
+    alpha: AlphaSetting = DEFAULT_ALPHA
+    gate: GateSetting = {}
     kl_limit: Annotated[
         float,
         Gt(0),
@@ -371,7 +346,6 @@ class Evaluate(ScenarioSection):
             "Warn if the mean KL exceeds this number of nats per token; with text, fail.",
             "Verdict",
             metavar="NATS",
-            effect="judges",
         ),
     ] = DEFAULT_KL_LIMIT
     nll_limit: Annotated[
@@ -381,30 +355,24 @@ class Evaluate(ScenarioSection):
             "Warn if the NLL rises by more than this number of nats per token; with text, fail.",
             "Verdict",
             metavar="NATS",
-            effect="judges",
         ),
     ] = DEFAULT_NLL_LIMIT
-    kl_prompts: Annotated[
-        int,
-        Gt(0),
-        Key(
-            "Maximum number of prompts to measure KL and NLL on.",
-            effect="asks",
-        ),
-    ] = DEFAULT_KL_PROMPTS
+
+
+class ModelSettings(ScenarioSection):
+    """Settings that select the models. If they change, the models run again."""
+
+    baseline: Annotated[
+        str | None,
+        Key("The checkpoint to compare with.", unset="the source"),
+    ] = None
     endpoint: Annotated[
         Url | None,
-        Key(
-            "Address of a server that runs the checkpoint, instead of an engine on this machine.",
-            effect="asks",
-        ),
+        Key("Address of a server that runs the checkpoint, instead of an engine on this machine."),
     ] = None
     baseline_endpoint: Annotated[
         Url | None,
-        Key(
-            "Address of a server that runs the baseline.",
-            effect="asks",
-        ),
+        Key("Address of a server that runs the baseline."),
     ] = None
     tokenizer: Annotated[
         Text | None,
@@ -413,17 +381,11 @@ class Evaluate(ScenarioSection):
             "Servers",
             metavar="T",
             more="See [served models](evaluation.md#served-models).",
-            effect="asks",
         ),
     ] = None
     model: Annotated[
         Text | None,
-        Option(
-            "Name of the model, if the server has several.",
-            "Servers",
-            metavar="NAME",
-            effect="asks",
-        ),
+        Option("Name of the model, if the server has several.", "Servers", metavar="NAME"),
     ] = None
     baseline_model: Annotated[
         Text | None,
@@ -433,18 +395,28 @@ class Evaluate(ScenarioSection):
             metavar="NAME",
             hidden=True,
             unset="`model`",
-            effect="asks",
         ),
     ] = None
+
+
+class TransportSettings(ScenarioSection):
+    """Settings of the requests to a model. If they change, no model runs again."""
+
+    batch_size: Annotated[
+        BatchSize,
+        Field(union_mode="left_to_right"),
+        Option(
+            "Number of requests that vLLM gets at once, or `auto` for all requests.",
+            "Tasks",
+            metavar="N|auto",
+            hidden=True,
+        ),
+    ] = "auto"
     concurrency: Annotated[
         int,
         Gt(0),
         Le(4096),
-        Option(
-            "Maximum number of simultaneous requests to a server.",
-            "Servers",
-            effect="transports",
-        ),
+        Option("Maximum number of simultaneous requests to a server.", "Servers"),
     ] = DEFAULT_CONCURRENCY
     request_timeout: Annotated[
         float,
@@ -454,7 +426,6 @@ class Evaluate(ScenarioSection):
             "Servers",
             metavar="S",
             hidden=True,
-            effect="transports",
         ),
     ] = REQUEST_SECONDS
     retry_seconds: Annotated[
@@ -465,9 +436,38 @@ class Evaluate(ScenarioSection):
             "Servers",
             metavar="S",
             hidden=True,
-            effect="transports",
         ),
     ] = REQUEST_SECONDS
+
+    @field_validator("batch_size")
+    @classmethod
+    def _check_batch_size(cls, value: BatchSize) -> BatchSize:
+        if value != "auto" and value < 1:
+            raise ValueError("auto or a number of requests above 0")
+        return value
+
+
+class LmEvalSettings(ResponseSettings):
+    """Settings of lm-eval after the chat template was chosen.
+
+    `no_template_for_plain_text` skips the template for tasks that score the log-likelihood of plain
+    text.
+    """
+
+    no_template_for_plain_text: bool = False
+
+
+# Each setting is in the base class for what it shapes. Pydantic lists the fields of the last base
+# class first.
+class Evaluate(
+    TransportSettings, ModelSettings, JudgementSettings, ResponseSettings, QuestionSettings
+):
+    """Evaluation for the verdict: tasks or text, settings of prompts and generation, and limits.
+
+    Tasks are judged by the loss in their metrics. Text is judged by the log-probabilities of its
+    tokens, and with `speculative` also by the acceptance length of drafts. Settings of prompts have
+    the names and meanings of lm-eval, and apply to both models.
+    """
 
     def endpoint_at(self, url: str, *, is_baseline: bool) -> Endpoint:
         """Return the endpoint at this address, with these settings for requests."""
@@ -493,25 +493,6 @@ class Evaluate(ScenarioSection):
         defaults = {"margin": suite.margin, "limit": suite.limit, "apply_chat_template": template}
         return {**defaults, **content, "tasks": tasks}
 
-    @field_validator("include_path", mode="before", json_schema_input_type=str | tuple[Path, ...])
-    @classmethod
-    def _wrap_single_folder(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("apply_chat_template", mode="before")
-    @classmethod
-    def _check_chat_template(cls, value: object) -> object:
-        if not isinstance(value, bool | str | None) or value == "":
-            raise ValueError("true, false or the name of a chat template")
-        return value
-
-    @field_validator("limit")
-    @classmethod
-    def _check_limit(cls, value: int | float | None) -> int | float | None:
-        if value is not None and (not 0 < value < 2**53 or value >= 1 and value != int(value)):
-            raise ValueError("a whole number of documents, or a share between 0 and 1")
-        return value if value is None or value < 1 else int(value)
-
     def held_out(self) -> CalibrationData | None:
         """Return the text as `CalibrationData`, or None if there is no text."""
         if self.text is None:
@@ -523,23 +504,6 @@ class Evaluate(ScenarioSection):
             column=parse_data(self.text).column,
             pack=True,
         )
-
-    @field_validator("batch_size")
-    @classmethod
-    def _check_batch_size(cls, value: BatchSize) -> BatchSize:
-        if value != "auto" and value < 1:
-            raise ValueError("auto or a number of requests above 0")
-        return value
-
-    @field_validator("gen_kwargs")
-    @classmethod
-    def _check_spelling_of_gen_kwargs(cls, value: GenKwargs) -> GenKwargs:
-        hints = {
-            key: nearest_hint(key, GENERATION_KEYS) for key in value if key not in GENERATION_KEYS
-        }
-        if wrong := [f"{key}{hint}" for key, hint in hints.items() if hint]:
-            raise ValueError(f"arguments that vLLM supports, not {', '.join(wrong)}")
-        return value
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

@@ -24,11 +24,6 @@ from vexport.scenario.section import KeyProblem, ScenarioSection, located_error,
 EngineArguments = Mapping[str, JsonValue]
 """Arguments of `vllm.EngineArgs` by name."""
 
-# Arguments of vLLM that have a key in `serve`.
-SERVE_KEYS = (
-    *("tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend"),
-    *("gpu_memory_utilization", "max_num_seqs", "kv_cache_dtype", "max_model_len", "enforce_eager"),
-)
 # Arguments that quantize the served model. The baseline runs without them.
 CANDIDATE_ONLY = (
     *("kv_cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales"),
@@ -61,13 +56,11 @@ _RESERVED: Mapping[str, tuple[Sequence[JsonValue], str]] = {
 }
 
 
-class Serve(ScenarioSection):
-    """Target GPUs of the checkpoint, and settings for starting vLLM on this machine.
+class EngineSettings(ScenarioSection):
+    """Arguments of vLLM, which shape the responses. None means vLLM's default.
 
-    The checkpoint is loaded dry for each capability in `compute` and each size in
-    `dry_tensor_parallel`. Engines run on the devices of this machine. All other keys except
-    `timeout` are arguments of vLLM, and None means vLLM's default. `engine_args` contains the
-    arguments without a key in this section.
+    `engine_args` contains the arguments without a key of their own. If an argument changes, the
+    models run again.
     """
 
     tensor_parallel_size: Annotated[
@@ -130,27 +123,6 @@ class Serve(ScenarioSection):
             "`--trust-remote-code`."
         ),
     ] = {}
-    dry_tensor_parallel: Annotated[
-        tuple[Positive, ...] | None,
-        Field(
-            validation_alias=AliasChoices("dry_tensor_parallel", "tensor_parallel"), min_length=1
-        ),
-        Key("Tensor parallel sizes of the dry load.", unset="`tensor_parallel_size`"),
-    ] = None
-    compute: Annotated[
-        tuple[str, ...],
-        Field(min_length=1),
-        Key("Devices of the dry load: `cpu`, and compute capabilities such as `sm90`."),
-    ] = ("cpu",)
-    canaries: Annotated[
-        bool,
-        Option(
-            "Continue fixed prompts by 200 tokens in each engine, to find degenerate output.",
-            "vLLM",
-            more="See [canary](load.md#canary).",
-        ),
-    ] = True
-    timeout: Annotated[Positive, Option("Maximum number of seconds per engine.", "vLLM")] = 3600
 
     @model_validator(mode="before")
     @classmethod
@@ -170,15 +142,6 @@ class Serve(ScenarioSection):
             elif key not in SERVE_KEYS or keys[key] != value:
                 others[key] = value
         return {**keys, "engine_args": others}
-
-    @field_validator("compute")
-    @classmethod
-    def _check_compute(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        known = {value: value if value == "cpu" else parse_capability(value) for value in values}
-        if None in known.values():
-            capabilities = ", ".join(f"sm{sm}" for sm in GENERATIONS)
-            raise ValueError(f"cpu, a GPU such as H100, or a compute capability ({capabilities})")
-        return tuple(value if value == "cpu" else f"sm{known[value]}" for value in values)
 
     @field_validator("engine_args")
     @classmethod
@@ -209,11 +172,6 @@ class Serve(ScenarioSection):
         return self
 
     @property
-    def capabilities(self) -> tuple[int, ...]:
-        """The compute capabilities in `compute` as numbers: 90 for sm90."""
-        return tuple(int(name.removeprefix("sm")) for name in self.compute if name != "cpu")
-
-    @property
     def ranks(self) -> int:
         """The tensor parallel size of the engine that runs."""
         return self.tensor_parallel_size or 1
@@ -222,16 +180,6 @@ class Serve(ScenarioSection):
     def devices(self) -> int:
         """The number of devices that an engine needs."""
         return self.ranks * (self.pipeline_parallel_size or 1)
-
-    @property
-    def dry_ranks(self) -> tuple[int, ...]:
-        """The tensor parallel sizes of the dry load."""
-        return self.dry_tensor_parallel or (self.ranks,)
-
-    @property
-    def planned_ranks(self) -> tuple[int, ...]:
-        """Every tensor parallel size that the checkpoint must fit."""
-        return tuple(dict.fromkeys((*self.dry_ranks, self.ranks)))
 
     @property
     def given(self) -> EngineArguments:
@@ -246,6 +194,77 @@ class Serve(ScenarioSection):
             for name, value in self.given.items()
             if not (is_baseline and name in CANDIDATE_ONLY)
         }
+
+
+# Arguments of vLLM that have a key in `serve`.
+SERVE_KEYS = tuple(key for key in EngineSettings.model_fields if key != "engine_args")
+
+
+class LoadSettings(ScenarioSection):
+    """Devices of the dry load, and prompts of the load check."""
+
+    dry_tensor_parallel: Annotated[
+        tuple[Positive, ...] | None,
+        Field(
+            validation_alias=AliasChoices("dry_tensor_parallel", "tensor_parallel"), min_length=1
+        ),
+        Key("Tensor parallel sizes of the dry load.", unset="`tensor_parallel_size`"),
+    ] = None
+    compute: Annotated[
+        tuple[str, ...],
+        Field(min_length=1),
+        Key("Devices of the dry load: `cpu`, and compute capabilities such as `sm90`."),
+    ] = ("cpu",)
+    canaries: Annotated[
+        bool,
+        Option(
+            "Continue fixed prompts by 200 tokens in each engine, to find degenerate output.",
+            "vLLM",
+            more="See [canary](load.md#canary).",
+        ),
+    ] = True
+
+    @field_validator("compute")
+    @classmethod
+    def _check_compute(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        known = {value: value if value == "cpu" else parse_capability(value) for value in values}
+        if None in known.values():
+            capabilities = ", ".join(f"sm{sm}" for sm in GENERATIONS)
+            raise ValueError(f"cpu, a GPU such as H100, or a compute capability ({capabilities})")
+        return tuple(value if value == "cpu" else f"sm{known[value]}" for value in values)
+
+    @property
+    def capabilities(self) -> tuple[int, ...]:
+        """The compute capabilities in `compute` as numbers: 90 for sm90."""
+        return tuple(int(name.removeprefix("sm")) for name in self.compute if name != "cpu")
+
+
+class LimitSettings(ScenarioSection):
+    """Limits of a call. If they change, no model runs again."""
+
+    timeout: Annotated[Positive, Option("Maximum number of seconds per engine.", "vLLM")] = 3600
+
+
+# Each setting is in the base class for what it shapes. Pydantic lists the fields of the last base
+# class first.
+class Serve(LimitSettings, LoadSettings, EngineSettings):
+    """Target GPUs of the checkpoint, and settings for starting vLLM on this machine.
+
+    The checkpoint is loaded dry for each capability in `compute` and each size in
+    `dry_tensor_parallel`. Engines run on the devices of this machine. All other keys except
+    `timeout` are arguments of vLLM, and None means vLLM's default. `engine_args` contains the
+    arguments without a key in this section.
+    """
+
+    @property
+    def dry_ranks(self) -> tuple[int, ...]:
+        """The tensor parallel sizes of the dry load."""
+        return self.dry_tensor_parallel or (self.ranks,)
+
+    @property
+    def planned_ranks(self) -> tuple[int, ...]:
+        """Every tensor parallel size that the checkpoint must fit."""
+        return tuple(dict.fromkeys((*self.dry_ranks, self.ranks)))
 
 
 def with_options(

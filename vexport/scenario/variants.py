@@ -13,12 +13,12 @@ from vexport.errors import InputError, InputErrors, shown
 from vexport.errors.validation import ValidationProblem, validation_problems
 from vexport.scenario.declaring import Key, Option
 from vexport.scenario.section import ScenarioSection, located_errors
-from vexport.scenario.serve import SERVE_KEYS, EngineArguments, Serve
+from vexport.scenario.serve import SERVE_KEYS, EngineArguments, LimitSettings, Serve
 
 DEFAULT_SETTING = "default"
 """Name of a setting without any argument: vLLM's defaults."""
 # Keys of `serve` that a variant may set. All other arguments go to `engine_args`.
-_KEYS = (*SERVE_KEYS, "timeout")
+_KEYS = (*SERVE_KEYS, *LimitSettings.model_fields)
 _ENGINE_ARGS = "engine_args"
 
 

@@ -47,7 +47,6 @@ from vexport.records import (
     CandidateKind,
     Drift,
     DryLoadReport,
-    LmEvalSettings,
     LoadReport,
     Verdict,
     named,
@@ -57,14 +56,11 @@ from vexport.run.directory import Digests, Run, Stage, data_digest, value_digest
 from vexport.run.given import RunModel
 from vexport.run.judging import outcome_and_reason, verdict_of
 from vexport.run.stages.making import check, checkpoint_inputs
-from vexport.scenario import Calibration, Evaluate
-from vexport.scenario.declaring import keys_with
+from vexport.scenario import Calibration
+from vexport.scenario.evaluate import JudgementSettings, LmEvalSettings, TransportSettings
 from vexport.scenario.serve import EngineArguments
 
 LOG = logging.getLogger(__name__)
-# Settings of the evaluation that do not change a model's responses: limits of warnings and of the
-# verdict, and settings of requests to a server.
-_NOT_DIGESTED_SETTINGS = {*keys_with(Evaluate, "judges", "transports")}
 SESSION = "session.json"
 CALIBRATION_TEXT_WARNING = (
     "evaluate.text is also the calibration data: give a text that was not used for calibration"
@@ -188,7 +184,8 @@ def _session_inputs(run: Run, *, role: str) -> Digests:
     for folder in settings.include_path:
         # Python writes compiled modules next to a task's code when it runs.
         files += [file for file in sorted(folder.rglob("*")) if "__pycache__" not in file.parts]
-    evaluation = settings.model_dump(mode="json", exclude=_NOT_DIGESTED_SETTINGS)
+    ignored = {*JudgementSettings.model_fields, *TransportSettings.model_fields}
+    evaluation = settings.model_dump(mode="json", exclude=ignored)
     digests = {f"`{setting}`": value_digest(value) for setting, value in evaluation.items()}
     if settings.text is not None:
         digests["content of `text`"] = data_digest(Calibration(data=settings.text))
