@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.texts import assert_contains
 from vexport.files import from_json, to_json
 from vexport.inference.repeated import Repeated, compare_rows, write_repeated
+from vexport.judge.accepted import accept_results, read_accepted
 from vexport.judge.statistics import tango_interval
 from vexport.judge.verdict import decide
 from vexport.records import TaskVerdict, Verdict
@@ -130,3 +132,17 @@ def test_method_gives_repeatability(
     write_repeated(folder, Repeated(documents=documents, changed=changed, sampled=sampled))
     verdict = compare(copies, "twin")
     assert_contains(verdict.method, f"{changed} of {documents} responses")
+
+
+def test_verdict_records_its_circumstances(lm_eval_runs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "accepted.json"
+    accepted_at = "2020-01-01T00:00:00+00:00"
+    accept_results(lm_eval_runs / "baseline", file, {}, accepted_at=accepted_at)
+    judged = decide(file, lm_eval_runs / "worse", margin=0.03, alpha=0.05)
+    results = read_results(lm_eval_runs / "worse")
+    assert judged.measured == results.measured_at
+    assert datetime.fromisoformat(judged.measured).tzinfo is not None
+    assert judged.fingerprint == results.fingerprint
+    assert judged.baseline_fingerprint == read_accepted(file).fingerprint
+    assert judged.accepted is not None
+    assert judged.accepted.accepted == accepted_at

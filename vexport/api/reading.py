@@ -46,14 +46,13 @@ def history(results: Sequence[Name]) -> History:
     Each result is a run directory, its report.json, or an accepted baseline. Raises the errors of
     all results that cannot be read, or that are given twice.
     """
-    from vexport.run.history import points_in_time, read_result, without_repetitions
-    from vexport.run.regressions import history_of
+    from vexport.run.history import history_of, read_result, without_repetitions
 
     paths = [Path(named("history: results", result)) for result in results]
     read = attempt_all([(str(path), partial(read_result, path)) for path in paths])
     found, doubles = without_repetitions(read)
     raise_all(doubles)
-    return history_of(points_in_time(found))
+    return history_of(found)
 
 
 def entries(what: str) -> Rows:

@@ -235,16 +235,18 @@ def _fix(report: "Report") -> str:
 def _show_history(results: "Sequence[Result]", output: OutputOptions) -> _Conclusion:
     """Print the history of one model. The outcome is the outcome of the newest run."""
     from vexport.reports import render_history
-    from vexport.run.history import points_in_time
-    from vexport.run.regressions import history_of
+    from vexport.run.history import history_of
 
     if not results:
         return _Conclusion()
-    history = _render_reports(results, lambda: history_of(points_in_time(results)))
+    history = _render_reports(results, lambda: history_of(results))
     print_text(_render_reports(results, partial(render_history, history, output.format_)))
-    fix = "the history names the last result that passed, and what changed since then"
-    reason = history.headline.removesuffix(".")
-    return _Conclusion(outcome=history.outcome or "", name=history.name, reason=reason, fix=fix)
+    decisive = history.decisive
+    if decisive is None or history.outcome is None:
+        return _Conclusion()
+    fix = "see the events and the changes in the table"
+    reason = f"{decisive.title}: {decisive.reason}"
+    return _Conclusion(outcome=history.outcome, name=history.name, reason=reason, fix=fix)
 
 
 def _render_report(folder: Path, make: Callable[[], T]) -> T:

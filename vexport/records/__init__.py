@@ -72,7 +72,7 @@ from vexport.records.findings import (
     merged,
     without_details,
 )
-from vexport.records.history import HistoryTask, RowEvent, RowHistory, RowKind
+from vexport.records.history import Change, History, HistoryRow, HistoryTask, RowEvent
 from vexport.records.plan import (
     FLOATING,
     AttentionLayer,
@@ -96,7 +96,6 @@ from vexport.records.report import (
     GivenCheckpoint,
     GroupSensitivities,
     GroupSensitivity,
-    History,
     KindSize,
     LayerError,
     LayerErrors,

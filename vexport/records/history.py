@@ -1,17 +1,25 @@
-"""Records of a history: the results of one model in time, and the tasks that regressed."""
+"""Records of a history: the results of one model, oldest first."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from vexport.records.accuracy import TaskVerdict, TextLimit
+from vexport.records.values import Outcome
 
-# Change of a task, or of a whole row, compared with earlier rows.
-# - regressed: it fails, and the latest earlier row that can be compared passed
-# - fails: it fails, and no earlier row that can be compared passed
-# - still fails: it fails, and the latest earlier row that can be compared failed, too
-# - passes again: it passes, and the latest earlier row that can be compared failed
-RowEvent = Literal["", "regressed", "fails", "still fails", "passes again"]
+# Change of a result compared with the latest earlier result of the same side and setting.
+# - first regression: it fails, and the earlier result passed or is an accepted baseline
+# - passes again: it passes, and the earlier result failed
+RowEvent = Literal["", "first regression", "passes again"]
 RowKind = Literal["run", "accepted baseline"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A setting with another value than in the row before of the same side and setting."""
+
+    name: str
+    was: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,57 +27,87 @@ class HistoryTask:
     """One task of a row, or one measure of held-out text.
 
     `value` is the model's score. `verdict` has the change against the baseline, without documents.
-    For a measure of text, `limit` has the change and `value` is None. In the row of an accepted
-    baseline, `verdict` and `limit` are None. `event` compares the task with earlier rows.
-    `incomparable_reasons` (`apart` in JSON) lists the reasons why the task cannot be compared with
-    its latest earlier result, such as other documents, another baseline or another margin.
+    A measure of text has a `limit` instead. The tasks of an accepted baseline have neither.
     """
 
     name: str
-    metric: str = ""
-    filter: str = ""
-    documents: int | None = None
     value: float | None = None
     verdict: TaskVerdict | None = None
     limit: TextLimit | None = None
     event: RowEvent = ""
-    incomparable_reasons: tuple[str, ...] = field(default=(), metadata={"alias": "apart"})
+
+    @property
+    def outcome(self) -> Outcome | None:
+        judged = self.verdict or self.limit
+        return judged.outcome if judged is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowHistory:
-    """Place of a result in the history of its model.
+class HistoryRow:
+    """A side of a run in one setting, or an accepted baseline.
 
+    - `name` is the name of the run, and of an accepted baseline the name of its file.
+    - `folder` is the run directory or the file, as in the command.
     - `time` is the time of the evaluation or of the acceptance, empty if it was not recorded.
-    - `setting` is the setting of a variant of `compare --serve`, else empty.
+    - `setting` is the setting of a variant of `compare --serve` or of a scenario, else empty.
     - `checkpoint` is the name of the checkpoint, and `digest` the digest of its files. Either is
-      empty if it was not recorded. `checkpoint_before` is the digest or the name in the row before
-      if the checkpoint changed.
-    - `vllm` is the version of vLLM. `vllm_before` is the version in the row before if it changed.
+      empty if it was not recorded.
+    - `vllm` is the version of vLLM.
     - `device` is the device that ran the model, or the server's address.
-    - `baseline` is the name of the model or file that the row was compared with. `baseline_digest`
-      is the digest of this model's files, or of the accepted baseline.
-    - `judged_against` is the accepted baseline with which the responses were compared for this
-      history. It is empty if the row has the verdict that the run stored.
-    - `loads` is False if the checkpoint failed to load or failed its check, and None if unknown.
-    - `is_first_regression` marks the first row that regressed.
-    - `notes` are sentences below the table, for example why rows cannot be compared.
+    - `baseline` is the name of the model or file that the row was compared with.
+    - `outcome` is None if nothing was judged, as for accepted baselines.
     """
 
-    kind: RowKind
+    schema: Literal["vexport.history/1"] = "vexport.history/1"
+    name: str
+    folder: str
+    kind: RowKind = "run"
     time: str = ""
     setting: str = ""
     checkpoint: str = ""
     digest: str = ""
-    checkpoint_before: str = ""
+    schemes: str = ""
+    num_bytes: int = 0
     vllm: str = ""
-    vllm_before: str = ""
     device: str = ""
     baseline: str = ""
-    baseline_digest: str = ""
-    judged_against: str = ""
-    loads: bool | None = None
+    outcome: Outcome | None = None
+    reason: str = ""
     tasks: tuple[HistoryTask, ...] = ()
     event: RowEvent = ""
-    is_first_regression: bool = False
-    notes: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Folder or file of the row, and its setting."""
+        return f"{self.folder} ({self.setting})" if self.setting else self.folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Results of one model in time, oldest first."""
+
+    rows: tuple[HistoryRow, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the newest checkpoint that has a name."""
+        return next((row.checkpoint for row in reversed(self.rows) if row.checkpoint), "one model")
+
+    @property
+    def decisive(self) -> HistoryRow | None:
+        """Row with the gravest outcome of the newest run, or None without runs."""
+        runs = [row for row in self.rows if row.kind == "run"]
+        newest = [row for row in runs if row.folder == runs[-1].folder]
+        return min(newest, key=_severity, default=None)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """Outcome of the newest run, or None if there are only accepted baselines."""
+        row = self.decisive
+        return None if row is None else row.outcome or "INCONCLUSIVE"
+
+
+def _severity(row: HistoryRow) -> int:
+    severities: Sequence[Outcome | None] = ("FAIL", "INCONCLUSIVE", "PASS", None)
+    return severities.index(row.outcome)

@@ -6,7 +6,6 @@ from typing import Literal
 from vexport.records.accuracy import TaskVerdict, Verdict
 from vexport.records.calibration import ExpertCoverage, Rounding, RoundingReport
 from vexport.records.findings import Finding
-from vexport.records.history import RowHistory
 from vexport.records.values import Outcome
 
 # Unit of a mixed scheme's budget: bits per weight, bytes, or a share of the source's bytes.
@@ -139,8 +138,7 @@ class ComparedRun:
 
     `folder` is the run directory. `outcome` is None if the run has no result; `reason` is then the
     cause. `mean_kl` is in nats per token. `worst` is the task with the lowest bound, without its
-    documents. `smallest` marks the smallest checkpoint that passes. `history` is set if the rows
-    are the history of one model. A row of an accepted baseline has no outcome.
+    documents. `smallest` marks the smallest checkpoint that passes.
     """
 
     schema: Literal["vexport.compare/1"] = "vexport.compare/1"
@@ -154,24 +152,6 @@ class ComparedRun:
     mean_kl: float | None = None
     worst: TaskVerdict | None = None
     smallest: bool = False
-    history: RowHistory | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """Results of one model in time, oldest first. Each row has a `history`.
-
-    `outcome` is the outcome of the newest run, None if there are only accepted baselines.
-    `headline` describes the history. `advice` is a sentence on the next step, and `command` is a
-    command for it. Both may be empty.
-    """
-
-    rows: tuple[ComparedRun, ...]
-    name: str
-    outcome: Outcome | None
-    headline: str
-    command: str = ""
-    advice: str = ""
 
 
 # Result of a variant. BASELINE: the first variant, the baseline of all comparisons. REFUSED:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 Form = Literal["text", "markdown", "html"]
 FORMS: tuple[Form, ...] = ("text", "markdown", "html")
 PAGE: tuple[Form, ...] = ("html",)
-MAX_LABELS = 16
-"""Maximum number of labels on the time axis of a chart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,68 +231,6 @@ class Curves:
             yield self.down(value), f"{value:.3g}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedPoint:
-    """A point of a `Timeline`: its label below the axis, its value and its interval.
-
-    `tone` is the CSS class of its outcome. `text` is shown beside the point, and `note` when the
-    mouse is over it. A `marked` point has a vertical line. A point without a value appears only on
-    the axis.
-    """
-
-    label: str
-    value: float | None = None
-    low: float | None = None
-    high: float | None = None
-    tone: str = "info"
-    text: str = ""
-    note: str = ""
-    marked: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
-    """Chart of one task over time. All points have the same distance from each other.
-
-    `level` is the baseline's value, or None if it differs between points. `limit` is the worst
-    value that is accepted, or None if it differs between points. With `shares`, the axis is in per
-    cent or points. Positions are in per cent, as in `Forest`.
-    """
-
-    title: str
-    unit: str
-    points: tuple[TimedPoint, ...]
-    low: float
-    high: float
-    shares: bool = False
-    level: float | None = None
-    limit: float | None = None
-
-    def across(self, number: int) -> float:
-        """Return the position of a point on the x axis."""
-        return round(100 * (number + 0.5) / len(self.points), 2)
-
-    def down(self, y: float) -> float:
-        """Return the distance of a value from the top."""
-        return round(100 * (self.high - y) / (self.high - self.low), 2)
-
-    @property
-    def x_ticks(self) -> Iterator[tuple[float, str]]:
-        """Yield the position of each point, with its label or with "".
-
-        At most MAX_LABELS points have a label.
-        """
-        every = -(-len(self.points) // MAX_LABELS)
-        for number, point in enumerate(self.points):
-            yield self.across(number), "" if number % every else point.label
-
-    @property
-    def y_ticks(self) -> Iterator[tuple[float, str]]:
-        """Yield the positions of some round values, and their labels."""
-        for value in round_values(self.low, self.high, 4):
-            yield self.down(value), f"{value * (100 if self.shares else 1):.3g}"
-
-
 def round_values(low: float, high: float, most: int) -> list[float]:
     """Return at most `most` + 1 round values from `low` to `high`.
 
@@ -336,7 +272,6 @@ Part = (
     | Tokens
     | Forest
     | Curves
-    | Timeline
 )
 
 
