@@ -18,6 +18,7 @@ from yaml.resolver import Resolver
 
 from vexport.errors import InputError, clip, convert_os_error
 from vexport.files import require_no_device
+from vexport.rules import file as rules
 
 MOST_BYTES = 4_000_000
 """Maximum size of a YAML file.
@@ -187,7 +188,7 @@ def load_yaml(path: Path, need: str, loader: type[BoundedLoader] = UniqueKeysLoa
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         got = clip(" ".join((problem or _described(error)).split()), 200)
-        raise InputError(where, got=got, need="valid YAML", fix="correct the file") from None
+        raise InputError.of(rules.YAML, where, reason=got) from None
     return content
 
 
@@ -208,15 +209,14 @@ def load_toml(path: Path) -> Mapping[str, object]:
     data = _read(path, MOST_TOML_BYTES, "a TOML file")
     if long_key := _LONG_KEY.search(data):
         line = data.count(b"\n", 0, long_key.start()) + 1
-        got, need = f"a key of more than {MOST_KEY_PARTS} parts", "shorter keys"
-        raise InputError(f"{path}:{line}", got=got, need=need, fix="correct the file")
+        raise InputError.of(rules.TOML_KEY, f"{path}:{line}", most=MOST_KEY_PARTS)
     try:
         return tomllib.loads(data.decode("utf-8"))
     except RecursionError:
         got = "values that are nested too deeply"
     except ValueError as error:
         got = clip(str(error), 200)
-    raise InputError(str(path), got=got, need="valid TOML", fix="correct the file")
+    raise InputError.of(rules.TOML, str(path), reason=got)
 
 
 def _read(path: Path, most: int, need: str) -> bytes:
@@ -230,10 +230,9 @@ def _read(path: Path, most: int, need: str) -> bytes:
         with path.open("rb") as file:
             data = file.read(most + 1)
     except FileNotFoundError:
-        raise InputError(str(path), got="no such file", need=need, fix="check the path") from None
+        raise InputError.of(rules.MISSING, str(path)) from None
     except OSError as error:
         raise convert_os_error(error) from None
     if len(data) > most:
-        got, fix = f"more than {most // 10**6} MB", "check the path, or shorten the file"
-        raise InputError(str(path), got=got, need=f"{need} of at most {most // 10**6} MB", fix=fix)
+        raise InputError.of(rules.TOO_LARGE, str(path), need=need, most=most // 10**6)
     return data

@@ -17,6 +17,7 @@ from vexport.errors import InputError, VexportError, require_working_disk
 from vexport.errors.extras import disk_full, is_disk
 from vexport.errors.validation import validation_problems
 from vexport.records import Json
+from vexport.rules import file as rules
 
 T = TypeVar("T")
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
@@ -78,12 +79,7 @@ def require_fetched(files: Iterable[Path]) -> None:
     pointers = [file for file in files if _is_lfs_pointer(file)]
     if pointers:
         others = f" (and {len(pointers) - 1:,} more files)" if len(pointers) > 1 else ""
-        raise InputError(
-            f"{pointers[0]}{others}",
-            got="a Git LFS pointer",
-            need="the file itself",
-            fix="run `git lfs pull`, or check out with `lfs: true`",
-        )
+        raise InputError.of(rules.LFS_POINTER, f"{pointers[0]}{others}")
 
 
 def _is_lfs_pointer(file: Path) -> bool:
@@ -119,9 +115,7 @@ def unreadable_kind(path: Path) -> str | None:
 def require_no_device(path: Path) -> None:
     """Raise InputError for a pipe or a device, which may never end. A missing file is accepted."""
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise InputError(
-            str(path), got="a pipe or a device", need="a file", fix="give the path of a file"
-        )
+        raise InputError.of(rules.DEVICE, str(path))
 
 
 def read_json(path: Path) -> Json:
@@ -135,28 +129,16 @@ def read_json(path: Path) -> Json:
     try:
         value: Json = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(
-            str(path), got="no such file", need="a JSON file", fix="check the path"
-        ) from None
+        raise InputError.of(rules.MISSING, str(path)) from None
     except (UnicodeDecodeError, OSError) as error:
         require_working_disk(error, path)
-        raise InputError(
-            str(path), got=str(error), need="readable JSON", fix="check the file"
-        ) from None
+        raise InputError.of(rules.UNREADABLE, str(path), reason=error) from None
     except json.JSONDecodeError as error:
         place = f"{path}:{error.lineno}"
-        raise InputError(
-            place,
-            got=f"broken JSON ({error.msg})",
-            need="valid JSON",
-            fix="correct or restore the file",
-        ) from None
+        raise InputError.of(rules.JSON, place, reason=error.msg, need="") from None
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        got = f"broken JSON ({reason})"
-        raise InputError(
-            str(path), got=got, need="valid JSON", fix="correct or restore the file"
-        ) from None
+        raise InputError.of(rules.JSON, str(path), reason=reason, need="") from None
     return value
 
 
@@ -164,10 +146,8 @@ def read_json_object(path: Path) -> dict[str, Json]:
     """Return the JSON object in `path`. Raise InputError for another kind of value."""
     value = read_json(path)
     if not isinstance(value, dict):
-        kind = type(value).__name__
-        raise InputError(
-            str(path), got=f"a JSON {kind}", need="a JSON object", fix="correct the file"
-        )
+        kind = f"a JSON {type(value).__name__}"
+        raise InputError.of(rules.JSON_OBJECT, str(path), kind=kind, need="")
     return value
 
 

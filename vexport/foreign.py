@@ -17,6 +17,7 @@ from vexport.errors import InputError, clip, require_working_disk, shown
 from vexport.files import require_no_device
 from vexport.records import Json
 from vexport.records.values import json_type
+from vexport.rules import file as rules
 
 LONGEST_LINE = 1 << 26
 """Most bytes in a line of JSON. Calibration data has the same limit."""
@@ -28,7 +29,6 @@ A verdict computes third powers of the scores of all documents, and a float ends
 FIX = "restore the file, or evaluate again"
 # Most levels of lists and objects in a row. Python's own limit depends on the caller.
 _MOST_LEVELS = 100
-_TOO_DEEP = f"more than {_MOST_LEVELS} levels of lists and objects"
 # Most digits of a number that is parsed. Longer numbers are beyond a float's range.
 _MOST_DIGITS = 400
 _WHOLE = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -51,10 +51,8 @@ def json_lines(path: Path, need: str) -> Iterator[tuple[str, dict[str, Json]]]:
                 yield where, json_object(line, where, need)
     except OSError as error:
         require_working_disk(error, path)
-        got = error.strerror or str(error)
-        raise InputError(
-            str(path), got=got, need="a file that can be read", fix="check it"
-        ) from None
+        reason = error.strerror or error
+        raise InputError.of(rules.UNREADABLE, str(path), reason=reason) from None
 
 
 def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -62,8 +60,7 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     while line := file.readline(LONGEST_LINE + 1):
         number += 1
         if len(line) > LONGEST_LINE:
-            need = f"at most {LONGEST_LINE >> 20} MB"
-            raise InputError(f"{path}:{number}", got="a longer line", need=need, fix=FIX)
+            raise InputError.of(rules.LONG_LINE, f"{path}:{number}", most=LONGEST_LINE >> 20)
         yield number, line
 
 
@@ -86,16 +83,15 @@ def json_object(content: bytes, where: str, need: str) -> dict[str, Json]:
     try:
         value: Json = json.loads(content, parse_int=parsed_number, object_pairs_hook=fields)
     except (ValueError, RecursionError) as error:
-        is_deep = isinstance(error, RecursionError)
-        got = _TOO_DEEP if is_deep else f"broken JSON ({error})"
-        raise InputError(where, got=got, need=need, fix=FIX) from None
+        if isinstance(error, RecursionError):
+            raise InputError.of(rules.DEPTH, where, most=_MOST_LEVELS) from None
+        raise InputError.of(rules.JSON, where, reason=error, need=need) from None
     if not isinstance(value, dict):
-        got = f"{json_type(value)} instead of an object"
-        raise InputError(where, got=got, need=need, fix=FIX)
+        raise InputError.of(rules.JSON_OBJECT, where, kind=json_type(value), need=need)
     if doubled:  # of the whole row, whose object is complete last
-        raise InputError(where, got=f"{shown(doubled, 100)} twice", need="each field once", fix=FIX)
+        raise InputError.of(rules.FIELD_TWICE, where, name=shown(doubled, 100))
     if content.count(b"[") + content.count(b"{") > _MOST_LEVELS and _is_deep(value):
-        raise InputError(where, got=_TOO_DEEP, need=need, fix=FIX)
+        raise InputError.of(rules.DEPTH, where, most=_MOST_LEVELS)
     if _SURROGATES.search(content):
         cleaned = _cleaned(value)
         assert isinstance(cleaned, dict)
@@ -139,8 +135,7 @@ def require_unique_fields(path: Path) -> None:
         found: dict[str, Json] = {}
         for name, value in pairs:
             if name in found:
-                got = f"the field {shown(name, 100)} twice"
-                raise InputError(str(path), got=got, need="each field once", fix=FIX)
+                raise InputError.of(rules.FIELD_TWICE, str(path), name=shown(name, 100))
             found[name] = value
         return found
 
@@ -158,20 +153,25 @@ def number(where: str, name: str, value: object) -> float:
     except OverflowError:
         found = math.inf
     if found is None:
-        raise InputError(where, got=f"{name} {shown(value, 100)}", need="a number", fix=FIX)
+        raise InputError.of(rules.NUMBER, where, name=name, value=shown(value, 100))
     if not math.isfinite(found):
-        raise InputError(where, got=f"{name} {found}", need="a finite number", fix=FIX)
+        raise InputError.of(rules.FINITE_NUMBER, where, name=name, value=found)
     if abs(found) > LARGEST_SCORE:
-        need = f"a number from {-LARGEST_SCORE:g} to {LARGEST_SCORE:g}"
-        raise InputError(where, got=f"{name} {found}", need=need, fix=FIX)
+        raise InputError.of(
+            rules.NUMBER_RANGE,
+            where,
+            name=name,
+            value=found,
+            low=-LARGEST_SCORE,
+            high=LARGEST_SCORE,
+        )
     return found
 
 
 def whole_number(where: str, name: str, value: object) -> int:
     """Return a whole number from 0. Raises InputError for any other value."""
     if type(value) is not int or value < 0:
-        got = f"{name} {shown(value, 100)}"
-        raise InputError(where, got=got, need="a whole number from 0", fix=FIX)
+        raise InputError.of(rules.WHOLE_NUMBER, where, name=name, value=shown(value, 100))
     return value
 
 
@@ -182,8 +182,7 @@ def identity(where: str, name: str, value: object) -> str:
         InputError: If the value is no whole number and no text.
     """
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
-        got = f"{name} {shown(value, 100)}"
-        raise InputError(where, got=got, need="a number or a text", fix="name each document")
+        raise InputError.of(rules.IDENTITY, where, name=name, value=shown(value, 100))
     return text(value)
 
 
@@ -203,8 +202,7 @@ def stated_number(where: str, name: str, words: str) -> float | None:
     except ValueError:
         return None
     if not abs(found) < 1e15:
-        got = f"{name} {clip(words, 100)}"
-        raise InputError(where, got=got, need="a number of at most 15 digits", fix=FIX)
+        raise InputError.of(rules.NUMBER_DIGITS, where, name=name, value=clip(words, 100))
     return found
 
 

@@ -28,7 +28,15 @@ NO_PATHS = {
         "engine_args",
         "name",
     ),
-    *("model", "baseline_model", "chat_template", "gate", "gen_kwargs", "system_instruction"),
+    *(
+        "model",
+        "baseline_model",
+        "chat_template",
+        "ignore_rules",
+        "gate",
+        "gen_kwargs",
+        "system_instruction",
+    ),
     "think_end_token",
     "margin",
 }

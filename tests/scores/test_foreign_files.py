@@ -15,6 +15,8 @@ from vexport.errors import InputError
 from vexport.inference.stored_responses import StoredResponses
 from vexport.judge.accepted import read_accepted
 from vexport.judge.verdict import decide
+from vexport.rules import file as rules
+from vexport.rules.book import Rule
 from vexport.scores import parquet_rows
 from vexport.scores.harnesses import read_any_results
 
@@ -33,27 +35,26 @@ def row(number: int, **fields: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("last", "words"),
+    ("last", "rule"),
     [
-        ('{"task": "sums", "id": 2, "score": -1' + "0" * 400 + "}", "score -inf, need a finite"),
-        ('{"task": "sums", "id": 2, "score": ' + "7" * 6000 + "}", "score inf, need a finite"),
-        ('{"task": "sums", "id": 2, "score": NaN}', "score nan, need a finite"),
-        ('{"task": "sums", "id": 2, "score": -2e51}', "score -2e+51, need a number from -1e+50"),
-        ('{"task": "sums", "id": 2, "score": 1' + "0" * 308 + "}", "score 1e+308, need a number"),
-        ('{"task": "sums", "id": ' + "7" * 6000 + ', "score": 1}', "id inf, need a number or"),
-        ('{"task": "sums", "id": 2, "seed": 1e400, "score": 1}', "seed inf, need a whole number"),
-        ('{"task": "sums", "id": 2, "score": 1, "score": 0}', "'score' twice"),
-        ('[{"task": "sums"}]', "an array instead of an object"),
-        ('{"task": "sums", "id": 2, "score": ' + "[" * 200 + "]" * 200 + "}", "100 levels"),
-        ('{"task": "sums", "id": 2, "score": ' + "[" * 9000 + "]" * 9000 + "}", "100 levels"),
+        ('{"task": "sums", "id": 2, "score": -1' + "0" * 400 + "}", rules.FINITE_NUMBER),
+        ('{"task": "sums", "id": 2, "score": ' + "7" * 6000 + "}", rules.FINITE_NUMBER),
+        ('{"task": "sums", "id": 2, "score": NaN}', rules.FINITE_NUMBER),
+        ('{"task": "sums", "id": 2, "score": -2e51}', rules.NUMBER_RANGE),
+        ('{"task": "sums", "id": 2, "score": 1' + "0" * 308 + "}", rules.NUMBER_RANGE),
+        ('{"task": "sums", "id": ' + "7" * 6000 + ', "score": 1}', rules.IDENTITY),
+        ('{"task": "sums", "id": 2, "seed": 1e400, "score": 1}', rules.WHOLE_NUMBER),
+        ('{"task": "sums", "id": 2, "score": 1, "score": 0}', rules.FIELD_TWICE),
+        ('[{"task": "sums"}]', rules.JSON_OBJECT),
+        ('{"task": "sums", "id": 2, "score": ' + "[" * 200 + "]" * 200 + "}", rules.DEPTH),
+        ('{"task": "sums", "id": 2, "score": ' + "[" * 9000 + "]" * 9000 + "}", rules.DEPTH),
     ],
 )
-def test_unusable_values_name_row_and_field(last: str, words: str, tmp_path: Path) -> None:
+def test_unusable_values_name_row_and_field(last: str, rule: Rule, tmp_path: Path) -> None:
     file = json_rows(tmp_path / "rows.jsonl", row(0), row(1), last)
     with pytest.raises(InputError) as caught:
         read_any_results(file)
-    assert str(caught.value).startswith(f"{file}:3: got ")
-    assert words in str(caught.value)
+    assert (caught.value.where, caught.value.rule) == (f"{file}:3", rule.id)
 
 
 @pytest.mark.parametrize("sides", [1, 2])
@@ -100,20 +101,21 @@ def test_links_in_a_circle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "rule"),
     [
-        ("17", "a number instead of an object"),
-        ('[["k", {}]]', "an array"),
-        ("[" * 9000, "more than 100 levels"),
+        ("17", rules.JSON_OBJECT),
+        ('[["k", {}]]', rules.JSON_OBJECT),
+        ("[" * 9000, rules.DEPTH),
     ],
 )
-def test_journal_lines_are_objects(line: str, words: str, tmp_path: Path) -> None:
+def test_journal_lines_are_objects(line: str, rule: Rule, tmp_path: Path) -> None:
     answers = {"a": {"text": "2"}}
     file = json_rows(tmp_path / "answers.jsonl", answers, '{"b": {"te', {"c": "3\ud800"})
     assert StoredResponses(file) == {**answers, "c": "3?"}
     json_rows(file, answers, line)
-    with pytest.raises(InputError, match=rf"answers.jsonl:2: got {words}"):
+    with pytest.raises(InputError) as caught:
         StoredResponses(file)
+    assert (caught.value.where, caught.value.rule) == (f"{file}:2", rule.id)
 
 
 @pytest.fixture

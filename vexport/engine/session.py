@@ -25,9 +25,10 @@ from vexport.errors import (
     VexportError,
     raise_all,
 )
-from vexport.errors.extras import UNINSTALL, require_extra
+from vexport.errors.extras import require_extra
 from vexport.files import from_json, to_json, write_text
 from vexport.records import OnProgress
+from vexport.rules.environment import UNINSTALL
 from vexport.version import __version__
 
 T = TypeVar("T")

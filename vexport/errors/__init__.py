@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from vexport.rules import environment, file
 from vexport.rules.book import Rule
 from vexport.words import alternatives as alternatives
 from vexport.words import clip as clip
@@ -167,13 +168,10 @@ def convert_os_error(error: OSError) -> VexportError:
     # disk is full, the destination's disk is full.
     is_full = error.errno in _DISK_FULL_CODES and error.filename2 is not None
     where = clip(str((error.filename2 if is_full else error.filename) or "file system"), 200)
-    got = error.strerror or str(error)
+    reason = error.strerror or error
     if error.errno in _WRONG_PATH:
-        return InputError(
-            where, got=got, need="a usable path", fix="check the path and its permissions"
-        )
-    fix = "check the disk, its free space, the memory and the limits (`ulimit -a`)"
-    return EnvironmentFault(where, got=got, need="", fix=fix)
+        return InputError.of(file.PATH, where, reason=reason)
+    return EnvironmentFault.of(environment.DISK, where, reason=reason)
 
 
 # Error codes of a broken disk or an unreachable file server. The file itself may be intact.

@@ -17,6 +17,7 @@ from vexport.errors import (
     first_line,
     raise_all,
 )
+from vexport.rules import environment
 
 # Out-of-memory messages of torch, C++, CUDA, the kernel and vLLM's memory planning.
 _MEMORY = re.compile(
@@ -27,7 +28,6 @@ _MEMORY = re.compile(
     re.IGNORECASE,
 )
 _DISK = re.compile(r"No space left on device|Disk quota exceeded|File too large", re.IGNORECASE)
-FREE_SPACE = "free disk space in the output folder and in TMPDIR (default /tmp), then run it again"
 
 
 def is_memory(message: str) -> bool:
@@ -42,9 +42,7 @@ def is_disk(message: str) -> bool:
 
 def disk_full(where: str, error: Exception) -> EnvironmentFault:
     """Return the error for a library's exception about a full disk."""
-    return EnvironmentFault(
-        where, got=f"the disk is full ({first_line(error)})", need="", fix=FREE_SPACE
-    )
+    return EnvironmentFault.of(environment.DISK_FULL, where, message=first_line(error))
 
 
 T = TypeVar("T")
@@ -71,7 +69,6 @@ EXTRAS: Mapping[str, str] = {
 _MISMATCH = re.compile(
     r"operator torchvision::|lib(torchaudio|torchcodec)\w*\.so|load libtorchcodec"
 )
-UNINSTALL = "run `pip uninstall torchvision torchaudio torchcodec`: text models do not need them"
 
 
 class MissingPackage(EnvironmentFault):
@@ -147,18 +144,11 @@ def unexpected_error(error: Exception, where: str) -> VexportError:
     missing packages. Every other exception is reported as a bug in vexport (InternalError).
     """
     if isinstance(error, MemoryError) or is_memory(f"{type(error).__name__}: {error}"):
-        return EnvironmentFault(
-            where, got="out of memory", need="", fix="free memory, or use a machine with more of it"
-        )
+        return EnvironmentFault.of(environment.MEMORY, where)
     if is_disk(str(error)):
         return disk_full(where, error)
     if mismatch := mismatch_of(error):
-        return EnvironmentFault(
-            "torchvision",
-            got=f"built for another version of torch ({mismatch})",
-            need="",
-            fix=UNINSTALL,
-        )
+        return EnvironmentFault.of(environment.MISMATCHED_PACKAGE, "torchvision", message=mismatch)
     if isinstance(error, ModuleNotFoundError) and error.name:
         return MissingPackage(error.name.partition(".")[0], f"{where}: this command")
     return InternalError(where, error)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from vexport.errors import InputError, clip, nearest_hint, shown
+from vexport.rules import setting as rules
 
 MOST_CHARACTERS = 300
 MISSING = "missing"
@@ -81,8 +82,9 @@ class ValidationProblem:
     def at(self, where: str, fix: str = "") -> InputError:
         """Return the problem as an InputError at `where`. `fix` replaces the default remedy."""
         if self.kind == MISSING:
-            return InputError(where, got="the key is missing", need="", fix=fix or "add it")
-        return InputError(where, got=self.found, need=self.need, fix=fix or self.fix)
+            return InputError.of(rules.MISSING, where, do=fix or "add it")
+        do = fix or self.fix
+        return InputError.of(rules.VALUE, where, found=self.found, need=self.need, do=do)
 
 
 def validation_problems(error: ValidationError) -> list[ValidationProblem]:

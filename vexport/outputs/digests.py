@@ -12,6 +12,8 @@ from vexport.errors import InputError
 from vexport.files import read_json_object, require_no_device, write_text
 from vexport.outputs import RECIPE
 from vexport.records import Json
+from vexport.rules import file as file_rules
+from vexport.rules import outputs as rules
 
 # Key of vexport.json for the digest of each weight file, in the format of `digest_of`.
 DIGESTS = "digests"
@@ -45,14 +47,18 @@ def recorded_digests(folder: Path) -> dict[str, str]:
     file = folder / RECIPE
     recorded = read_json_object(file).get(DIGESTS, {}) if file.is_file() else {}
     if not isinstance(recorded, dict):
-        raise _unreadable(f"{file}: {DIGESTS}", "a value that is not an object")
+        raise InputError.of(
+            rules.DIGEST, f"{file}: {DIGESTS}", value="a value that is not an object"
+        )
     digests = {}
     for name, digest in recorded.items():
         if (
             not re.fullmatch(rf"{XXH3}:[0-9a-f]{{16}}", str(digest))
             or name != PurePosixPath(name).name
         ):
-            raise _unreadable(f"{file}: {DIGESTS}.{name}", json.dumps(digest)[:80])
+            raise InputError.of(
+                rules.DIGEST, f"{file}: {DIGESTS}.{name}", value=json.dumps(digest)[:80]
+            )
         digests[name] = str(digest)
     return digests
 
@@ -66,9 +72,7 @@ def named_digests(name: str | None, root: Path) -> dict[str, str] | None:
         return None if name is None else listed_digests(Path(name))
     digests = recorded_digests(root)
     if not digests:
-        need = "the digests of a checkpoint that vexport wrote"
-        fix = "remove --digests, or give a list that sha256sum wrote"
-        raise InputError(str(root / RECIPE), got=f"no {DIGESTS}", need=need, fix=fix)
+        raise InputError.of(rules.NO_DIGESTS, str(root / RECIPE), key=DIGESTS)
     return digests
 
 
@@ -102,33 +106,21 @@ def listed_digests(file: Path) -> dict[str, str]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        got = "no such file" if isinstance(error, FileNotFoundError) else str(error)
-        raise InputError(
-            str(file), got=got, need="a list that sha256sum wrote", fix="check the path"
-        ) from None
+        if isinstance(error, FileNotFoundError):
+            raise InputError.of(file_rules.MISSING, str(file)) from None
+        raise InputError.of(rules.DIGEST_LIST, str(file), reason=error) from None
     digests = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         match = _LINE.fullmatch(line) or _TAGGED.fullmatch(line)
         if match is None:
-            raise _unreadable(f"{file}:{number}", ascii(line[:80]))
+            raise InputError.of(rules.DIGEST, f"{file}:{number}", value=ascii(line[:80]))
         path = PurePosixPath(match["name"])
         if path.is_absolute() or ".." in path.parts:
-            got, need = f"the path {ascii(match['name'])}", "a path inside the checkpoint"
-            raise InputError(
-                f"{file}:{number}",
-                got=got,
-                need=need,
-                fix="run sha256sum in the checkpoint's folder",
-            )
+            place = f"{file}:{number}"
+            raise InputError.of(rules.DIGEST_PATH, place, path=ascii(match["name"]))
         digests[str(path)] = f"{SHA256}:{match['hex'].lower()}"
     if not digests:
-        raise _unreadable(str(file), "an empty list")
+        raise InputError.of(rules.DIGEST, str(file), value="an empty list")
     return digests
-
-
-def _unreadable(where: str, got: str) -> InputError:
-    need = "a digest and a file name"
-    fix = "create the list again, or get it from the producer of the checkpoint"
-    return InputError(where, got=got, need=need, fix=fix)

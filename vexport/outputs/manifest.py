@@ -13,6 +13,7 @@ from pathlib import Path
 
 from vexport.errors import InputError
 from vexport.files import write_text
+from vexport.rules import outputs as rules
 
 MANIFEST = ".vexport-files"
 # Number of folders above a file in which its manifest is searched. The deepest files need 6 levels:
@@ -127,14 +128,9 @@ def remove_recorded(root: Path, below: Path, left_out: Iterable[Path] = ()) -> N
 
 
 def require_manifest(root: Path) -> None:
-    """Raise InputError for a folder without a manifest, as older versions wrote it."""
+    """Raise InputError for a folder without a manifest."""
     if not has_manifest(root):
-        raise InputError(
-            str(root),
-            got=f"no {MANIFEST}: an older version of vexport wrote the folder",
-            need="this list of vexport's files, before files are removed",
-            fix=f"move the folder away (mv {root} {root}.old), or choose another folder",
-        )
+        raise InputError.of(rules.NO_MANIFEST, str(root), manifest=MANIFEST, path=root)
 
 
 def _is_own(entry: Path, root: Path, names: frozenset[str]) -> bool:

@@ -30,6 +30,7 @@ from vexport.outputs.owned import (
     remove_unfinished,
     unowned_entries,
 )
+from vexport.rules import outputs as rules
 
 MAX_NAMES = 3
 
@@ -66,11 +67,8 @@ def require_separate(outputs: Sequence[NamedPath], inputs: Sequence[NamedPath]) 
 
 
 def _overlap(output: NamedPath, relation: str, other: NamedPath) -> InputError:
-    return InputError(
-        str(output),
-        got=f"{relation} {other}",
-        need="a separate path",
-        fix=f"choose another {output.label}; nothing was changed",
+    return InputError.of(
+        rules.OVERLAP, str(output), relation=relation, other=other, label=output.label
     )
 
 
@@ -114,10 +112,7 @@ def resolved(path: Path) -> Path:
     try:
         return path.resolve()
     except (ValueError, RuntimeError):
-        fix = "check the path and its links"
-        raise InputError(
-            ascii(str(path)), got="a path that cannot be resolved", need="a valid path", fix=fix
-        ) from None
+        raise InputError.of(rules.PATH, ascii(str(path))) from None
 
 
 def _real_paths(path: Path) -> set[Path]:
@@ -151,10 +146,11 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
         return
     owned = checkpoint_files(path)
     if owned is None:
-        raise foreign_folder_error(path, "a checkpoint that vexport wrote")
+        kind = "a checkpoint that vexport wrote"
+        raise InputError.of(rules.FOREIGN_FOLDER, str(path), kind=kind, path=path)
     require_no_others(path, unowned_entries(path, owned))
     if not overwrite:
-        raise overwrite_error(path)
+        raise InputError.of(rules.NOT_EMPTY, str(path))
 
 
 def require_no_others(folder: Path, names: Sequence[str]) -> None:
@@ -162,38 +158,15 @@ def require_no_others(folder: Path, names: Sequence[str]) -> None:
     if not names:
         return
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    raise InputError(
-        str(folder),
-        got=f"{', '.join(map(ascii, names[:MAX_NAMES]))}{more}, which vexport did not write",
-        need="a folder that contains only vexport's files",
-        fix="move the other files elsewhere, or choose another folder",
-    )
+    listed = f"{', '.join(map(ascii, names[:MAX_NAMES]))}{more}"
+    raise InputError.of(rules.FOREIGN_FILES, str(folder), names=listed)
 
 
 def is_filled_folder(path: Path) -> bool:
     """Return True if the folder exists and is not empty. Raise InputError if it is a file."""
     if path.exists() and not path.is_dir():
-        raise InputError(
-            str(path), got="a file", need="a folder to write to", fix="choose another path"
-        )
+        raise InputError.of(rules.FILE, str(path))
     return path.is_dir() and any(path.iterdir())
-
-
-def foreign_folder_error(path: Path, kind: str) -> InputError:
-    """Return the error for a folder that vexport did not make."""
-    fix = f"choose another path, or move the folder away (mv {path} {path}.old)"
-    return InputError(
-        str(path),
-        got="a folder that vexport did not make",
-        need=f"an empty folder or {kind}",
-        fix=fix,
-    )
-
-
-def overwrite_error(path: Path) -> InputError:
-    """Return the error for a folder that only --overwrite replaces."""
-    fix = "choose another path or add --overwrite"
-    return InputError(str(path), got="a folder that is not empty", need="a new folder", fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +191,7 @@ class FolderKind:
         if not is_filled_folder(folder) or (folder / self.mark).is_file():
             return
         if not has_manifest(folder) or unlisted_entries(folder, folder):
-            raise foreign_folder_error(folder, self.name)
+            raise InputError.of(rules.FOREIGN_FOLDER, str(folder), kind=self.name, path=folder)
 
     def require_replaceable(self, folder: Path, *, overwrite: bool) -> None:
         """Raise InputError unless the folder is empty or may be replaced.
@@ -230,7 +203,7 @@ class FolderKind:
             return
         require_manifest(folder)
         if not overwrite:
-            raise overwrite_error(folder)
+            raise InputError.of(rules.NOT_EMPTY, str(folder))
         require_no_others(folder, unlisted_entries(folder, folder, self._separate_parts(folder)))
         unfinished = self._unfinished(folder)
         if unfinished in self._separate_parts(folder):
@@ -287,10 +260,7 @@ def locked_folder(folder: Path, option: str) -> Iterator[None]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                fix = f"wait for it, or choose another {option}"
-                raise InputError(
-                    str(folder), got="another process is writing it", need="", fix=fix
-                ) from None
+                raise InputError.of(rules.LOCKED, str(folder), option=option) from None
         yield
     finally:
         os.close(descriptor)

@@ -41,6 +41,7 @@ from vexport.outputs.owned import (
 )
 from vexport.outputs.replaceable import is_filled_folder, refuse_existing, resolved
 from vexport.records import Json
+from vexport.rules import outputs as rules
 from vexport.version import __version__
 
 # Key of vexport.json that marks a checkpoint which a failed call has left as OUT.failed.
@@ -82,7 +83,9 @@ def keep_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> Check
     else:
         reason = f"{failed} exists and was not written by a failed call"
         fix = f"{failure.fix}; the checkpoint is not kept, because {reason}: move it away"
-    return CheckpointFailed(failure.where, got=failure.got, need=failure.need, fix=fix)
+    return CheckpointFailed(
+        failure.where, got=failure.got, need=failure.need, fix=fix, rule=failure.rule
+    )
 
 
 def is_replaceable_failure(failed: Path) -> bool:
@@ -176,10 +179,7 @@ def _directory(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, TextIO]]:
     """
     path = resolved(path)
     if path.is_mount():
-        fix = "choose a folder below it"
-        raise InputError(
-            str(path), got="a mount point", need="a folder that can be renamed", fix=fix
-        )
+        raise InputError.of(rules.MOUNT_POINT, str(path))
     refuse_existing(path, overwrite=overwrite)
     work = working_folder(path)
     try:
@@ -245,19 +245,13 @@ def _lock(record: TextIO, work: Path, path: Path) -> None:
             return
     except BlockingIOError:
         pass
-    fix = "wait for it, or choose another path"
-    raise InputError(str(path), got="another process is writing it", need="", fix=fix)
+    raise InputError.of(rules.LOCKED, str(path), option="path")
 
 
 def _foreign_entry_error(entry: Path, path: Path) -> InputError:
     work = working_folder(path)
     where = "" if entry == work else f" ({ascii(str(entry.relative_to(work)))})"
-    return InputError(
-        str(path),
-        got=f"a hidden folder {work} with content that vexport did not write{where}",
-        need="a working folder that only vexport uses",
-        fix=f"check and remove {work}, or choose another path",
-    )
+    return InputError.of(rules.FOREIGN_WORK, str(path), work=work, entry=where)
 
 
 def _sync(folder: Path) -> None:
@@ -290,9 +284,7 @@ def _recover(path: Path, work: Path) -> None:
     if not path.exists():
         (work / OLD).rename(path)
     elif (work / NEW).exists():
-        got = "another program created a folder here while vexport was replacing the old folder"
-        fix = f"move the old folder ({work / OLD}) elsewhere"
-        raise InputError(str(path), got=got, need="", fix=fix)
+        raise InputError.of(rules.REPLACED_MEANWHILE, str(path), old=work / OLD)
     else:
         remove_checkpoint(work / OLD)
 

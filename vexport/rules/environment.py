@@ -1,0 +1,23 @@
+"""Rules of the machine and of the installed packages."""
+
+from vexport.rules.book import Rule
+
+FREE_SPACE = "free disk space in the output folder and in TMPDIR (default /tmp), then run it again"
+UNINSTALL = "run `pip uninstall torchvision torchaudio torchcodec`: text models do not need them"
+
+DISK = Rule(
+    "environment/disk",
+    got="{reason}",
+    do="check the disk, its free space, the memory and the limits (`ulimit -a`)",
+)
+MEMORY = Rule(
+    "environment/memory",
+    got="out of memory",
+    do="free memory, or use a machine with more of it",
+)
+DISK_FULL = Rule("environment/disk-full", got="the disk is full ({message})", do=FREE_SPACE)
+MISMATCHED_PACKAGE = Rule(
+    "environment/mismatched-package",
+    got="built for another version of torch ({message})",
+    do=UNINSTALL,
+)
