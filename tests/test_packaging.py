@@ -19,7 +19,6 @@ from packaging.utils import canonicalize_name
 
 from tests.command import ALL_COMMANDS, ROOT
 from vexport.errors.extras import EXTRAS
-from vexport.numerics.jit import cache_folder
 from vexport.scenario.shipped import demo_files
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -80,10 +79,7 @@ def run(calls: Calls, folder: Path, without: set[str]) -> list[tuple[int, str]]:
     """
     (folder / "sitecustomize.py").write_text(HIDE_MODULES.format(names=without))
     words = json.dumps([[str(word) for word in call] for call in calls])
-    kernels = (
-        cache_folder() or folder / "none" / "kernels"
-    )  # the cache of this package, so that no kernel is compiled again
-    environment = {**os.environ, "PYTHONPATH": str(folder), "NUMBA_CACHE_DIR": str(kernels.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
     command = [sys.executable, "-c", COMMANDS, words]
     ran = subprocess.run(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True

@@ -1,9 +1,8 @@
 """Compile kernels with numba at their first call, and cache them in `cache_folder`.
 
-A digest of all kernels' sources is part of the folder's name, for two reasons. First, numba checks
-only the file of a kernel. If the kernel calls a function in another file, numba would keep outdated
-code when that other file changes. Second, numba checks the path and time of the file. An installed
-package would therefore compile the kernels of a checkout again. This module does not import torch.
+A digest of all kernels' sources is part of the folder's name, because numba checks only the file of
+a kernel. If the kernel calls a function in another file, numba would keep outdated code when that
+other file changes. This module does not import torch.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import event
 from numba.core.base import BaseContext
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
+from numba.core.caching import FunctionCache
 from numba.core.typing import Context, Signature
 from numba.extending import intrinsic
 
@@ -129,39 +128,8 @@ def cache_folder() -> Path | None:
     return None
 
 
-class KernelLocator(UserProvidedCacheLocator):  # type: ignore[misc]
-    """Stores kernels of this package in `cache_folder`.
-
-    numba recompiles a kernel if its source stamp changes. The stamp is the digest of all sources.
-    """
-
-    def __init__(self, function: object, file: str) -> None:
-        super().__init__(function, file)
-        subpackage = Path(file).resolve().parent.relative_to(PACKAGE)
-        self._cache_path = str(Path(numba.config.CACHE_DIR) / "-".join(subpackage.parts))
-
-    def get_source_stamp(self) -> str:
-        return Path(self._cache_path).parent.name
-
-    @classmethod
-    def from_function(cls, function: object, file: str) -> "KernelLocator | None":
-        """Return None for functions of other packages."""
-        if not Path(file).resolve().is_relative_to(PACKAGE):
-            return None
-        locator: KernelLocator | None = super().from_function(function, file)
-        return locator
-
-
-class KernelCacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
-    """Tries the locator for kernels of this package first."""
-
-    _locator_classes = (KernelLocator, *CompileResultCacheImpl._locator_classes)
-
-
 class KernelCache(FunctionCache):  # type: ignore[misc]
     """Numba's cache of a kernel. Damaged files are replaced, and a full disk is ignored."""
-
-    _impl_class = KernelCacheImpl
 
     def _load_overload(self, signature: object, context: object) -> object:
         try:
