@@ -88,3 +88,8 @@ def test_title_and_file_name(
     monkeypatch.chdir(tmp_path / "work")
     ref = parse_source(name)
     assert (ref.title, ref.file_name) == (title, file_name)
+
+
+def test_empty_name_is_refused() -> None:
+    with pytest.raises(InputError, match="no text"):
+        parse_model("")

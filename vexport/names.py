@@ -101,6 +101,11 @@ class HubName(_Ref):
         """Return the name without the organization."""
         return str(self).partition("/")[2]
 
+    @property
+    def path(self) -> Path:
+        """Return the path that a folder of this name has. Outputs must not be written there."""
+        return Path(str(self))
+
 
 @dataclass(frozen=True, slots=True)
 class Server(_Ref):
@@ -123,6 +128,9 @@ ModelRef = SourceRef | ResultFiles | AcceptedFile
 
 def parse_source(name: str) -> SourceRef:
     """Parse the name of a checkpoint. An existing folder is never a hub model."""
+    if not name:
+        need = "a folder or a model of the hub (ORG/NAME)"
+        raise InputError("a model's name", got="no text", need=need, fix="write the name")
     if name.startswith(_ADDRESSES):
         return Server(name)
     path = user_path(name)

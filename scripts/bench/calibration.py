@@ -49,6 +49,7 @@ def run_vexport(folder: Path, rows: Rows, scheme: str) -> Callable[[], object]:
     """Run calibration, beginning with the files."""
     from vexport.calibration import Samples, calibrate
     from vexport.calibration.walk import LayerWalk
+    from vexport.names import Folder
     from vexport.plan.source import plan_source, scheme_rules
     from vexport.scenario import Planning
 
@@ -56,7 +57,7 @@ def run_vexport(folder: Path, rows: Rows, scheme: str) -> Callable[[], object]:
 
     def run(rows: Rows) -> None:
         samples = Samples(token_ids=tuple(map(tuple, rows)), rows=tuple(range(1, len(rows) + 1)))
-        index, plan = plan_source(str(folder), rules)
+        index, plan = plan_source(Folder.at(folder), rules)
         calibrate(LayerWalk(index), plan, samples)
 
     run(rows[:4])

@@ -29,6 +29,7 @@ from vexport.checkpoint.smoothed import SMOOTHING, smoothing_of
 from vexport.engine.reference import load_dequantized
 from vexport.formats.packing.base import Scales
 from vexport.formats.schemes import all_schemes, get_scheme
+from vexport.names import Folder
 from vexport.numerics.metrics import divergence_of_logits
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import scheme_rules
@@ -156,7 +157,9 @@ def quantized(
     rules = scheme_rules(Planning(scheme=scheme, rounding=how))
     planning = PlanSettings(has_text=text is not None)
     quantize_source(
-        QuantizeJob(source=str(source), out=out, rules=rules, planning=planning, calibration=text)
+        QuantizeJob(
+            source=Folder.at(source), out=out, rules=rules, planning=planning, calibration=text
+        )
     )
     return time.perf_counter() - start
 

@@ -17,6 +17,7 @@ from vexport.architectures.ignore import parent_of_layers
 from vexport.architectures.stored import joined_name, split_name
 from vexport.checkpoint.index import read_index
 from vexport.engine.dry.load import DryLoad
+from vexport.names import Folder
 from vexport.plan.build import PlanSettings, build_plan
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import Json
@@ -143,7 +144,7 @@ RULES = (
 def test_mixed_schemes_in_vllm(tmp_path: Path) -> None:
     """Qwen2-MoE's class lists no parts of gate_up_proj, so that gate_up_proj itself is a target."""
     for family in VLLM_LAYERS:
-        source = str(save_family(family, tmp_path / family))
+        source = Folder.at(save_family(family, tmp_path / family))
         quantize_source(QuantizeJob(source=source, out=tmp_path / f"{family}-out", rules=RULES))
     for report in DryLoad(
         checkpoints=[tmp_path / f"{family}-out" for family in VLLM_LAYERS], sm=(90,)

@@ -12,6 +12,7 @@ from tests.architectures.families import FAMILIES, save_family
 from tests.command import vexport
 from tests.mutations.edits import QUANTIZATION, config, drop, rename, spoiled
 from vexport.engine.dry.load import DryLoad
+from vexport.names import Folder
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import DryLoadReport
 from vexport.scenario import Rule
@@ -100,8 +101,10 @@ def test_draft_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = [tmp_path / f"{family}-out" for family in jobs]
     for out, (family, rules) in zip(sound, jobs.items(), strict=True):
         source = save_family(family, tmp_path / family)
-        quantize_source(QuantizeJob(source=str(source), out=out, rules=rules))
-    kept = QuantizeJob(source=str(tmp_path / "qwen3-next-mtp"), out=tmp_path / "kept", rules=WHOLE)
+        quantize_source(QuantizeJob(source=Folder.at(source), out=out, rules=rules))
+    kept = QuantizeJob(
+        source=Folder.at(tmp_path / "qwen3-next-mtp"), out=tmp_path / "kept", rules=WHOLE
+    )
     quantize_source(kept)
     expected = damaged_copies(kept.out, tmp_path)
     loads = DryLoad(checkpoints=[*sound, *expected], tp=(2,), sm=(90,), speculative="mtp").reports()

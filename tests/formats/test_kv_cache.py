@@ -13,6 +13,7 @@ from tests.architectures.families import save_family
 from tests.models import problems, quantize, save_qwen3
 from vexport.formats.config import kv_layout
 from vexport.formats.plan import Plan
+from vexport.names import Folder
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_source, scheme_rules
 from vexport.records import AttentionLayer, KvCache
@@ -44,7 +45,7 @@ def written(
 
 def planned(source: Path, kind: KvCache) -> Plan:
     _, plan = plan_source(
-        str(source), scheme_rules(Planning(scheme=SCHEME)), PlanSettings(kv_cache=kind)
+        Folder.at(source), scheme_rules(Planning(scheme=SCHEME)), PlanSettings(kv_cache=kind)
     )
     return plan
 

@@ -13,6 +13,7 @@ from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.formats import dequantize
 from vexport.formats.plan import Plan
 from vexport.formats.schemes import scheme_names
+from vexport.names import Folder
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_source
 from vexport.quantize.job import QuantizeJob, quantize_source
@@ -34,7 +35,7 @@ def read_back(
     source: Path, out: Path, rules: tuple[Rule, ...], settings: PlanSettings | None = None
 ) -> tuple[SourceIndex, SourceIndex, Plan]:
     """Return source, output and plan."""
-    index, plan = plan_source(str(source), rules, settings or PlanSettings())
+    index, plan = plan_source(Folder.at(source), rules, settings or PlanSettings())
     assert [finding for finding in problems(out) if finding.severity == "error"] == []
     return index, read_index(out), plan
 
@@ -83,7 +84,7 @@ def test_mixed_schemes_are_close_to_source(llama: Path, tmp_path: Path) -> None:
         Rule(match="down_proj", scheme="W3A16", observer="memoryless_mse"),
         Rule(match="Linear", scheme="NVFP4A16"),
     )
-    quantize_source(QuantizeJob(source=str(llama), out=tmp_path / "out", rules=rules))
+    quantize_source(QuantizeJob(source=Folder.at(llama), out=tmp_path / "out", rules=rules))
     errors = layer_errors(*read_back(llama, tmp_path / "out", rules))
     assert len(errors) == 22
     assert [error for error in errors if error.snr_db < MINIMUM_DB[error.scheme]] == []
@@ -110,7 +111,7 @@ def test_changed_byte_is_found(llama: Path, good: Good, tmp_path: Path) -> None:
         values["model.norm.weight"].view(torch.uint8)[5] ^= 1
         values[f"{layer}.weight_scale"][7] += 2
 
-    index, plan = plan_source(str(llama), all_linears("MXFP4"), PlanSettings())
+    index, plan = plan_source(Folder.at(llama), all_linears("MXFP4"), PlanSettings())
     back = read_index(spoiled(good("MXFP4"), tmp_path / "out", tensors(change)))
     (finding,) = changed_tensors(index, back, plan)
     assert (finding.where, finding.got) == ("model.norm.weight", "different bytes")

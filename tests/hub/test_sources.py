@@ -11,6 +11,7 @@ from tests.texts import assert_contains
 from vexport.checkpoint.hub import side_files
 from vexport.checkpoint.source import resolve_source
 from vexport.errors import InputError
+from vexport.names import HubName
 from vexport.scenario import read_scenario
 
 pytestmark = pytest.mark.slow
@@ -55,7 +56,9 @@ def test_interrupted_download_resumes(machine: Machine, hub: Hub, tmp_path: Path
     hub.repositories["acme/large"] = Repository(folder=repository)
     hub.cut["model.safetensors"] = 15_000_000
     with machine.connected():
-        assert (resolve_source("acme/large") / "model.safetensors").stat().st_size == size
+        assert (
+            resolve_source(HubName(id="acme/large")) / "model.safetensors"
+        ).stat().st_size == size
     parts = [
         request
         for request in hub.requests
@@ -152,7 +155,7 @@ def test_revision_in_scenario(tmp_path: Path) -> None:
         "name: s\nsource: acme/llama\nrevision: v1\nrules: [{match: Linear, scheme: FP8_DYNAMIC}]\n"
     )
     (tmp_path / "s.yaml").write_text(text)
-    assert read_scenario(tmp_path / "s.yaml").source == "acme/llama@v1"
+    assert read_scenario(tmp_path / "s.yaml").source == HubName(id="acme/llama", revision="v1")
     (tmp_path / "s.yaml").write_text(text.replace("acme/llama", "."))
     with pytest.raises(InputError, match="the revision 'v1' of a folder"):
         read_scenario(tmp_path / "s.yaml")

@@ -13,6 +13,7 @@ from vexport.inference.endpoint.server import Server
 from vexport.inference.endpoint.tokenizer import tokenizer_of
 from vexport.inference.options import EngineOptions
 from vexport.inference.stored_responses import StoredResponses
+from vexport.names import Folder
 from vexport.records import Endpoint, silent
 from vexport.scenario import Evaluate
 from vexport.scenario.serve import Serve
@@ -43,7 +44,7 @@ def test_folder_of_remote_server_is_not_used(
     with replying(with_card(root=str(tmp_path))) as url:
         here = tokenizer_of("candidate", url, settings, options)
         assert (here.folder, here.is_trusted) == (tmp_path, False)
-        chosen = settings.model_copy(update={"tokenizer": str(tmp_path)})
+        chosen = settings.model_copy(update={"tokenizer": Folder.at(tmp_path)})
         assert tokenizer_of("candidate", url, chosen, options).is_trusted
         monkeypatch.setenv(
             "http_proxy", url.removesuffix("/v1")

@@ -13,7 +13,7 @@ import click
 import pytest
 
 from tests.command import ALL_COMMANDS, vexport
-from vexport.cli.options import INPUTS, OUTPUTS, SPECULATIVE
+from vexport.cli.options import DATA, FILES, OUTPUTS, SPECULATIVE
 
 # Parameters that are not paths.
 NO_PATHS = {
@@ -27,6 +27,7 @@ NO_PATHS = {
         "dtype",
         "engine_args",
         "name",
+        "ignore_rules",
     ),
     *(
         "model",
@@ -259,7 +260,7 @@ def test_parameters_with_paths_are_known() -> None:
         for parameter in command.params
         if parameter.type is click.STRING
     }
-    known = {*INPUTS, SPECULATIVE, *OUTPUTS}
+    known = {*DATA, *FILES, SPECULATIVE, *OUTPUTS}
     assert texts - known <= NO_PATHS
 
 

@@ -161,9 +161,9 @@ def test_demo_scenarios_have_their_files(tmp_path: Path) -> None:
         scenario = read_scenario(path)
         assert scenario.evaluate is not None
         named = [
-            scenario.source,
+            str(scenario.source),
             *scenario.evaluate.tasks,
-            scenario.evaluate.baseline or scenario.source,
+            str(scenario.evaluate.baseline or scenario.source),
         ]
         named += [str(scenario.calibration.data)] if scenario.calibration else []
         for name in named:

@@ -18,6 +18,7 @@ from tests.quantize.test_streaming import digests, write_model
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
 from vexport.errors import InputError
+from vexport.names import Folder
 from vexport.plan.source import scheme_rules
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.repair import repair_checkpoint
@@ -38,7 +39,7 @@ def quantize(source: Path, out: Path, change: Callable[[Path], object] | None = 
             changes.pop()(source)
 
     rules = scheme_rules(Planning(scheme="W8A8", observer="memoryless_minmax"))
-    job = QuantizeJob(source=str(source), out=out, rules=rules, on_progress=on_progress)
+    job = QuantizeJob(source=Folder.at(source), out=out, rules=rules, on_progress=on_progress)
     quantize_source(replace(job, shard_bytes=1_000_000))
 
 

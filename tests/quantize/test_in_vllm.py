@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tests.models import save_llama, write_calibration, write_tokenizer
 from vexport.api import load
 from vexport.formats.schemes import scheme_names
+from vexport.names import Folder
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import LoadReport
 from vexport.records.calibration import Rounding
@@ -38,7 +39,7 @@ def quantize(source: Path, rounding: Rounding) -> Path:
     settings = Calibration(data=data)
     rules.append(Rule(match="Linear", scheme="keep"))
     quantize_source(
-        QuantizeJob(source=str(source), out=out, rules=tuple(rules), calibration=settings)
+        QuantizeJob(source=Folder.at(source), out=out, rules=tuple(rules), calibration=settings)
     )
     return out
 

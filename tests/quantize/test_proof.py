@@ -15,6 +15,7 @@ from tests.texts import assert_contains
 from vexport.checkpoint.index import read_index
 from vexport.engine.loader_check import LoadVerifier
 from vexport.errors import CheckpointFailed
+from vexport.names import Folder
 from vexport.plan.build import PlanSettings, build_plan
 from vexport.plan.source import scheme_rules
 from vexport.quantize.job import QuantizeJob
@@ -61,7 +62,9 @@ def failure_of(
     source: Path, folder: Path, *, tp: Sequence[int] = (1,), dry: bool = True
 ) -> CheckpointFailed | None:
     plan = build_plan(read_index(source), scheme_rules(Planning(scheme="NVFP4A16")))
-    job = QuantizeJob(source=str(source), out=folder, rules=(), planning=PlanSettings(ranks=tp))
+    job = QuantizeJob(
+        source=Folder.at(source), out=folder, rules=(), planning=PlanSettings(ranks=tp)
+    )
     return LoadVerifier(note=print, command_that_keeps=" ".join, dry=dry).failure(job, folder, plan)
 
 

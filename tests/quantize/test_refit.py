@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from tests.command import vexport
 from tests.models import save_llama
 from tests.quantize.test_rounding import divergence
+from vexport.names import Folder
 from vexport.numerics.number_formats import integer_format
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
@@ -88,7 +89,7 @@ def test_strength_of_refit(scheme: str, bits: int, tmp_path: Path) -> None:
 
     def found(rounding: object) -> Strength:
         rule = Rule.model_validate({"match": "Linear", "scheme": scheme, "rounding": rounding})
-        _, plan = plan_headers(str(folder), [rule], PlanSettings(), silent)
+        _, plan = plan_headers(Folder.at(folder), [rule], PlanSettings(), silent)
         (strength,) = {strength_of(group) for group in plan.groups}
         return strength
 

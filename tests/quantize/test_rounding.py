@@ -19,6 +19,7 @@ from vexport.checkpoint.index import read_index
 from vexport.engine.reference import reference_logprobs
 from vexport.errors import InputError
 from vexport.files import digest_file
+from vexport.names import Folder
 from vexport.numerics.metrics import kl_divergence
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
@@ -176,7 +177,7 @@ def test_too_much_text_names_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """The amount of memory changes only this limit, not the results."""
     folder = save(configs()["llama"], tmp_path / "llama")
     rules = [Rule(match="Linear", scheme="W4A16_CHANNEL", rounding="gptq")]
-    _, plan = plan_headers(str(folder), rules, PlanSettings(), silent)
+    _, plan = plan_headers(Folder.at(folder), rules, PlanSettings(), silent)
     needed = waiting_bytes(plan.groups, ROWS * 32)
     monkeypatch.setattr(waiting_rows, "max_waiting_bytes", lambda device: needed // 2)
     with pytest.raises(InputError, match=f"--samples {ROWS // 2}"):

@@ -28,6 +28,7 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import as_loaded, weight_of
 from vexport.fidelity.source import ComparedSource
 from vexport.formats.plan import Plan
+from vexport.names import Folder
 from vexport.numerics.metrics import kl_divergence
 from vexport.plan.build import PlanSettings
 from vexport.quantize.job import QuantizeJob, quantize_source
@@ -61,7 +62,7 @@ def rounded(
         for match in (("lm_head", "Linear") if head else ("Linear",))
     )
     job = QuantizeJob(
-        source=str(source),
+        source=Folder.at(source),
         out=out,
         rules=rules,
         planning=PlanSettings(on_unsupported_shape="keep", kv_cache=kv_cache),

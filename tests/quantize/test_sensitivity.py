@@ -12,6 +12,7 @@ from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.engine.reference import reference_logprobs
 from vexport.formats.schemes import KEEP
+from vexport.names import Folder
 from vexport.plan.build import PlanSettings, build_plan
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.quantize.layer_groups import (
@@ -69,7 +70,9 @@ def run(
 def loss_of(model: Path, rules: tuple[Rule, ...], out: Path) -> float:
     """Return the KL of a checkpoint quantized by these rules."""
     settings = Calibration(data=DEMO / "calibration.jsonl", samples=SAMPLES, seq_len=64)
-    quantize_source(QuantizeJob(source=str(model), out=out, rules=rules, calibration=settings))
+    quantize_source(
+        QuantizeJob(source=Folder.at(model), out=out, rules=rules, calibration=settings)
+    )
     # The reference has no log-probabilities after the last token of a prompt.
     prompts = [(*ids, 0) for ids in samples(model).token_ids]
     plain, quantized = reference_logprobs(model, prompts), reference_logprobs(out, prompts)

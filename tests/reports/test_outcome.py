@@ -9,6 +9,7 @@ from tests.models import save_llama
 from tests.reports import sample
 from tests.texts import assert_contains
 from vexport.checkpoint.index import read_index
+from vexport.names import parse_source
 from vexport.records import CheckReport, Outcome
 from vexport.reports import render, render_verdicts
 from vexport.reports.formatting import next_step_of_verdict
@@ -67,7 +68,7 @@ def test_failed_stage_names_first_error(stage: str) -> None:
     ],
 )
 def test_source_names(tmp_path: Path, source: str, folder: str, name: str) -> None:
-    assert source_name(source, tmp_path / folder) == name
+    assert source_name(parse_source(source), tmp_path / folder) == name
 
 
 def test_commands_are_relative_to_current_folder(

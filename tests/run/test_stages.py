@@ -22,6 +22,7 @@ from vexport.files import write_text
 from vexport.formats.plan import Plan
 from vexport.inference.options import CANDIDATE, EngineOptions
 from vexport.inference.session_folder import clear_session
+from vexport.names import Folder
 from vexport.outputs.manifest import MANIFEST, record
 from vexport.outputs.replaceable import FolderKind, locked_folder
 from vexport.records import CheckReport, silent
@@ -149,7 +150,7 @@ def test_model_with_python_code_is_rounded(tmp_path: Path) -> None:
 
 def session_digests(settings: Evaluate, model: Path, folder: Path) -> Digests:
     """Return the digests of the inputs of a candidate's session."""
-    candidate = RunModel(name="model", role=CANDIDATE, checkpoint=model)
+    candidate = RunModel(ref=Folder.at(model), role=CANDIDATE, checkpoint=model)
     given = Given(
         name="model", candidate=candidate, evaluate=settings, prompt_folders={CANDIDATE: model}
     )

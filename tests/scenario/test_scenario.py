@@ -13,6 +13,7 @@ from tests.models import save_llama
 from tests.scores.make import exact_power
 from tests.texts import assert_contains
 from vexport.errors import InputError
+from vexport.names import Folder
 from vexport.quantize.auto import plan_scenario
 from vexport.scenario import DEFAULT_ALPHA, Evaluate, Scenario, read_scenario
 from vexport.scenario.evaluate import SUITES, TYPICAL_DISAGREEMENT, Suite
@@ -69,9 +70,8 @@ def problems(tmp_path: Path, text: str) -> list[str]:
 
 def test_paths_are_relative_to_scenario(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    assert read(tmp_path, MINIMAL.replace("source: b", "source: model")).source == str(
-        tmp_path / "model"
-    )
+    scenario = read(tmp_path, MINIMAL.replace("source: b", "source: model"))
+    assert scenario.source == Folder.at(tmp_path / "model")
     tasks = evaluated(tmp_path, "tasks: [t/a.yaml, gsm8k]").tasks
     assert tasks == (str(tmp_path / "t" / "a.yaml"), "gsm8k")
 

@@ -10,7 +10,8 @@ from annotated_types import Gt
 from pydantic import BaseModel
 from pydantic.json_schema import SkipJsonSchema
 
-from vexport.api.common import Name, OnNote, named, python_warning
+from vexport.api.common import ModelName, Name, OnNote, named, python_warning, source_ref
+from vexport.names import SourceRef
 from vexport.records import OnProgress, silent
 from vexport.scenario import (
     DEFAULT_ALPHA,
@@ -114,8 +115,12 @@ class VerdictArguments(ScenarioSection):
 
 @overload
 def with_keywords(
-    model: Callable[P, M], function: Callable[[Name, M], R]
-) -> Callable[Concatenate[Name, P], R]: ...
+    model: Callable[P, M], function: Callable[[SourceRef, M], R]
+) -> Callable[Concatenate[ModelName, P], R]: ...
+@overload
+def with_keywords(
+    model: Callable[P, M], function: Callable[[SourceRef, Name, M], R]
+) -> Callable[Concatenate[ModelName, Name, P], R]: ...
 @overload
 def with_keywords(
     model: Callable[P, M], function: Callable[[Name, Name, M], R]
@@ -124,17 +129,27 @@ def with_keywords(model: Callable[..., BaseModel], function: Callable[..., R]) -
     """Return a function that accepts the fields of `model` as keywords.
 
     `function` accepts an instance of the model as its last argument. The new function has the name
-    of `function` without the leading underscore. It raises InputErrors if a value is not valid.
+    of `function` without the leading underscore. It parses the name of a model for `function`, and
+    raises InputErrors if a value is not valid.
     """
     name = function.__name__.removeprefix("_")
     *names, arguments = signature(function).parameters.values()
     keywords = signature_of(arguments.annotation)
-    whole = Signature([*names, *keywords], return_annotation=signature(function).return_annotation)
+    public = [
+        each.replace(annotation=ModelName) if each.annotation == SourceRef else each
+        for each in names
+    ]
+    whole = Signature([*public, *keywords], return_annotation=signature(function).return_annotation)
 
     @wraps(function)
     def call(*positional: object, **given: object) -> R:
         bound = whole.bind(*positional, **given).arguments
-        first = [named(f"{name}: {each.name}", bound.pop(each.name)) for each in names]
+        first = [
+            (source_ref if each.annotation == SourceRef else named)(
+                f"{name}: {each.name}", bound.pop(each.name)
+            )
+            for each in names
+        ]
         with problems_at(name):
             made = model(**bound)
         return function(*first, made)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from vexport.api.common import Name, OnProblem, is_verifying, named, parsed
+from vexport.api.common import ModelName, Name, OnProblem, is_verifying, named, parsed, source_ref
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.checks import SourceComparison, check_checkpoint, error_findings
@@ -15,7 +15,6 @@ from vexport.engine.installed import installed_version
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, require_extra
 from vexport.formats.gpus import Names, cards, parse_capabilities, parse_sizes, with_cards
-from vexport.names import user_path
 from vexport.outputs.digests import named_digests, require_list
 from vexport.records import CheckReport, OnProgress, merged, silent
 from vexport.version import Version, parse_version
@@ -28,7 +27,7 @@ class CheckSettings:
     tp: tuple[int, ...] = ()
     sm: tuple[int, ...] = ()
     vllm: Version | None = None
-    source: Name | None = None
+    source: ModelName | None = None
     digests: Name | None = None
     speculative: str = ""
     static: bool = False
@@ -39,13 +38,13 @@ class CheckSettings:
 
 
 def check(
-    checkpoint: Name,
+    checkpoint: ModelName,
     *,
     tp: Names = (),
     sm: Names = (),
     gpu: Names = (),
     vllm: Version | str | None = None,
-    source: Name | None = None,
+    source: ModelName | None = None,
     digests: Name | None = None,
     speculative: str = "",
     static: bool = False,
@@ -93,7 +92,7 @@ def check(
 
 
 def check_checkpoints(
-    checkpoints: Sequence[Name],
+    checkpoints: Sequence[ModelName],
     settings: CheckSettings,
     on_problem: OnProblem,
     on_fault: OnProblem,
@@ -104,7 +103,10 @@ def check_checkpoints(
     contains it as a finding. `on_fault` receives the error if vLLM crashed or took too long.
     """
     require_ignorable(settings.ignore_rules, "--ignore-rule")
-    names = [named("check: checkpoint", name) for name in checkpoints]
+    refs = {
+        str(ref): ref for ref in (source_ref("check: checkpoint", name) for name in checkpoints)
+    }
+    names = [*refs]
     target = Target(
         tp=settings.tp,
         sm=settings.sm,
@@ -113,7 +115,10 @@ def check_checkpoints(
     )
     if settings.digests is not None:
         require_list(named("check: digests", settings.digests))
-    found = {name: attempt(partial(_folder, name, settings.on_progress), name) for name in names}
+    found = {
+        name: attempt(partial(resolve_source, ref, settings.on_progress), name)
+        for name, ref in refs.items()
+    }
     roots = {name: root for name, root in found.items() if isinstance(root, Path)}
     # The comparison with the source imports torch, which takes seconds. If no checkpoint exists, it
     # is skipped.
@@ -160,12 +165,6 @@ def _errors(outcomes: Mapping[str, object]) -> dict[str, VexportError]:
     return {name: each for name, each in outcomes.items() if isinstance(each, VexportError)}
 
 
-def _folder(name: str, on_progress: OnProgress) -> Path:
-    """Return the folder of a checkpoint. If there is no such folder, load it from the hub."""
-    folder = user_path(name)
-    return folder if folder.exists() else resolve_source(name, on_progress)
-
-
 def _outcomes(
     roots: Mapping[str, Path],
     target: Target,
@@ -187,7 +186,7 @@ def _source_comparison(settings: CheckSettings) -> SourceComparison | None:
     if settings.source is None:
         return None
     require_extra("torch", "--source")
-    root = _folder(named("check: source", settings.source), settings.on_progress)
+    root = resolve_source(source_ref("check: source", settings.source), settings.on_progress)
     require_checkpoint(root)
     from vexport.fidelity.compare import source_comparison
 

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from vexport.errors import InputError, VexportError, shown
+from vexport.names import ModelRef, SourceRef, parse_model, parse_source
 
 T = TypeVar("T")
 R = TypeVar("R")
 Name = str | Path
+# A name of a model, or a name that is already parsed.
+ModelName = Name | ModelRef
 # Called with a note on an assumption or an omission.
 OnNote = Callable[[str], None]
 # Called with the error of an input that cannot be used. The remaining inputs are still processed.
@@ -37,6 +40,16 @@ def named(where: str, value: object) -> str:
         need = "a name or a path, as text or a Path"
         raise InputError(where, got=shown(value, 100), need=need, fix="correct the value")
     return name
+
+
+def source_ref(where: str, value: ModelName) -> SourceRef:
+    """Parse the name of a checkpoint. Raises InputError for a value of another type."""
+    return value if isinstance(value, SourceRef) else parse_source(named(where, value))
+
+
+def model_ref(where: str, value: ModelName) -> ModelRef:
+    """Parse the name of a model to evaluate. Raises InputError for a value of another type."""
+    return value if isinstance(value, ModelRef) else parse_model(named(where, value))
 
 
 def python_warning(text: str) -> None:

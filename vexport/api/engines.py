@@ -3,7 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from vexport.api.common import Name, OnNote, OnProblem, named, python_warning
+from vexport.api.common import (
+    ModelName,
+    Name,
+    OnNote,
+    OnProblem,
+    model_ref,
+    named,
+    python_warning,
+    source_ref,
+)
 from vexport.api.engine import Engine
 from vexport.engine.installed import installed_version
 from vexport.judge.accepted_settings import CompletedSettings, with_accepted_settings
@@ -30,7 +39,7 @@ from vexport.scenario.serve import EngineArguments, with_options
 
 
 def evaluate(
-    checkpoint: Name,
+    checkpoint: ModelName,
     settings: Evaluate,
     folder: Name,
     *,
@@ -70,7 +79,7 @@ def evaluate(
 
 
 def evaluate_all(
-    checkpoints: Sequence[Name],
+    checkpoints: Sequence[ModelName],
     settings: Evaluate,
     folder: Name,
     *,
@@ -110,7 +119,7 @@ def evaluate_all(
             settings = Evaluate.model_validate(completed.keys)
         serve = completed.serve
     return evaluate_checkpoints(
-        [named("evaluate: checkpoint", checkpoint) for checkpoint in checkpoints],
+        [model_ref("evaluate: checkpoint", checkpoint) for checkpoint in checkpoints],
         settings,
         Path(named("evaluate: folder", folder)),
         engine_settings.options(on_progress, serve),
@@ -159,7 +168,7 @@ def run(
 
 
 def compare(
-    source: Name,
+    source: ModelName,
     schemes: Sequence[str],
     *,
     scenario: Name | None = None,
@@ -178,7 +187,8 @@ def compare(
     """
     if not schemes:
         raise ValueError("compare: got no scheme, need one or more")
-    base = base_scenario(str(source), schemes[0], None if scenario is None else Path(scenario))
+    file = None if scenario is None else Path(scenario)
+    base = base_scenario(source_ref("compare: source", source), schemes[0], file)
     if scenario is not None:
         trusted = engine is not None and engine.trust_remote_code
         vllm = installed_version(engine.vllm_python if engine else None)
@@ -196,7 +206,7 @@ def compare(
 
 
 def compare_variants(
-    checkpoint: Name,
+    checkpoint: ModelName,
     settings: Evaluate,
     folder: Name,
     *,
@@ -224,7 +234,7 @@ def compare_variants(
             vllm_python=tuple(Path(python) for python in vllm_python),
         )
     compared = compare_variants_of(
-        str(checkpoint),
+        source_ref("compare_variants: checkpoint", checkpoint),
         variants,
         settings,
         Path(folder),

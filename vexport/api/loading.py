@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from vexport.api.common import Name, OnProblem, named, parsed
+from vexport.api.common import ModelName, Name, OnProblem, parsed, source_ref
 from vexport.api.engine import Engine
 from vexport.checkpoint.index import require_checkpoint, require_weights_found
 from vexport.checkpoint.source import require_source, resolve_source
@@ -18,6 +18,7 @@ from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, raise_problems
 from vexport.formats.gpus import Names, cards, parse_capabilities, parse_sizes
+from vexport.names import SourceRef
 from vexport.records import (
     DryLoadReport,
     EngineMode,
@@ -29,7 +30,7 @@ from vexport.records import (
 
 
 def load(
-    checkpoint: Name,
+    checkpoint: ModelName,
     *,
     dry: bool = False,
     tp: Names = (1,),
@@ -74,7 +75,7 @@ def load(
 
 
 def load_all(
-    checkpoints: Sequence[Name],
+    checkpoints: Sequence[ModelName],
     *,
     dry: bool = False,
     tp: Names = (1,),
@@ -106,10 +107,11 @@ def load_all(
     sizes = parsed("load: tp", parse_sizes, tp)
     capabilities = None if sm is None else parsed("load: sm", parse_capabilities, sm)
     gpus = parsed("load: gpu", cards, gpu)
-    names = tuple(named("load: checkpoint", checkpoint) for checkpoint in checkpoints)
-    _require_any(names)
-    problems = _unreadable(names, on_progress)
-    readable = tuple(name for name in names if name not in problems)
+    refs = tuple(source_ref("load: checkpoint", checkpoint) for checkpoint in checkpoints)
+    names = [str(ref) for ref in refs]
+    _require_any(refs)
+    problems = _unreadable(refs, on_progress)
+    readable = tuple(ref for ref in refs if str(ref) not in problems)
     unread = {name: error_findings(error) for name, error in problems.items()}
     reports: list[LoadReport] | list[DryLoadReport]
     if dry:
@@ -154,33 +156,33 @@ def _unread_dry(name: str, findings: tuple[Finding, ...]) -> DryLoadReport:
     )
 
 
-def _require_any(names: Sequence[str]) -> None:
+def _require_any(refs: Sequence[SourceRef]) -> None:
     """Raise the errors of missing checkpoints if all checkpoints are missing.
 
     This check comes before the import of torch for the load, which takes seconds.
     """
-    outcomes = {name: attempt(partial(require_source, name), name) for name in names}
+    outcomes = {str(ref): attempt(partial(require_source, ref), str(ref)) for ref in refs}
     problems = [outcome for outcome in outcomes.values() if outcome is not None]
     if len(problems) == len(outcomes):
         raise_problems(problems)
 
 
-def _unreadable(names: Sequence[str], on_progress: OnProgress) -> dict[str, VexportError]:
+def _unreadable(refs: Sequence[SourceRef], on_progress: OnProgress) -> dict[str, VexportError]:
     """Return the errors of unreadable checkpoints by name.
 
     Raises the errors if no checkpoint can be read. A single checkpoint is not tried here, because
     the load itself raises its error.
     """
-    if len(names) == 1:
+    if len(refs) == 1:
         return {}
 
-    def read(name: str) -> None:
-        root = resolve_source(name, on_progress)
+    def read(ref: SourceRef) -> None:
+        root = resolve_source(ref, on_progress)
         require_checkpoint(root)
         require_weights_found(root)
         require_layers(root)
 
-    outcomes = {name: attempt(partial(read, name), name) for name in names}
+    outcomes = {str(ref): attempt(partial(read, ref), str(ref)) for ref in refs}
     problems = {name: outcome for name, outcome in outcomes.items() if outcome is not None}
     if problems and len(problems) == len(outcomes):
         raise_problems([*problems.values()])

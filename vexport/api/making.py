@@ -7,6 +7,7 @@ from vexport.api.arguments import QuantizeArguments, with_keywords
 from vexport.api.common import Name, is_verifying
 from vexport.checkpoint.source import with_revision
 from vexport.engine.loader_check import LoadVerifier
+from vexport.names import SourceRef
 from vexport.plan.source import rules_and_settings, with_calibration_text
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.quantize.result import quantized_result
@@ -14,7 +15,7 @@ from vexport.records import Quantized
 from vexport.scenario import Calibration, problems_at
 
 
-def _quantize(source: Name, out: Name, arguments: QuantizeArguments) -> Quantized:
+def _quantize(source: SourceRef, out: Name, arguments: QuantizeArguments) -> Quantized:
     """Quantize a folder or a model of the hub into the folder `out`, as `vexport quantize` does.
 
     `scheme` applies to all linear layers except the layers in `ignore`. `rules` choose a scheme
@@ -48,7 +49,7 @@ def _quantize(source: Name, out: Name, arguments: QuantizeArguments) -> Quantize
         return f"ignore={[*arguments.ignore, *patterns]}"
 
     job = QuantizeJob(
-        source=with_revision(str(source), arguments.revision),
+        source=with_revision(source, arguments.revision),
         out=Path(out),
         rules=rules,
         planning=settings,

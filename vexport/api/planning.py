@@ -4,12 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from vexport.api.arguments import PlanArguments, SchemesArguments, with_keywords
-from vexport.api.common import Name, parsed
+from vexport.api.common import parsed
 from vexport.checkpoint.source import with_revision
 from vexport.engine.installed import installed_version
 from vexport.errors import InputError
 from vexport.formats.gpus import find_card, parse_capabilities, parts_of
 from vexport.formats.plan import Plan
+from vexport.names import Server, SourceRef
 from vexport.plan.build import PlanSettings
 from vexport.plan.recommend import table_for_gpu
 from vexport.plan.source import (
@@ -24,7 +25,7 @@ from vexport.records import SchemeTable
 from vexport.scenario import Planning, is_scenario, read_scenario
 
 
-def _plan(source: Name, arguments: PlanArguments) -> Plan:
+def _plan(source: SourceRef, arguments: PlanArguments) -> Plan:
     """Plan from headers alone, as `vexport plan` does.
 
     Layers that vLLM would refuse raise no error. They are the plan's `refusals`.
@@ -33,8 +34,8 @@ def _plan(source: Name, arguments: PlanArguments) -> Plan:
     The scenario then provides all settings. If it has `scheme: auto`, `run_dir` is the run
     directory in which `vexport run` measured each scheme's loss.
     """
-    if is_scenario(str(source)):
-        return _plan_of_scenario(Path(source), arguments)
+    if is_scenario(str(source)) and not isinstance(source, Server):
+        return _plan_of_scenario(source.path, arguments)
     rules, settings = rules_and_settings(
         arguments,
         arguments.rules,
@@ -42,7 +43,7 @@ def _plan(source: Name, arguments: PlanArguments) -> Plan:
         trust_remote_code=arguments.trust_remote_code,
     )
     _, plan = plan_headers(
-        with_revision(str(source), arguments.revision),
+        with_revision(source, arguments.revision),
         rules,
         replace(settings, has_text=arguments.has_text),
         arguments.on_progress,
@@ -69,7 +70,7 @@ def _plan_of_scenario(file: Path, arguments: PlanArguments) -> Plan:
 plan = with_keywords(PlanArguments, _plan)
 
 
-def _plan_schemes(source: Name, arguments: SchemesArguments) -> SchemeTable:
+def _plan_schemes(source: SourceRef, arguments: SchemesArguments) -> SchemeTable:
     """Compare all schemes, as `vexport plan` does without a scheme.
 
     With `gpu`, the table starts with the schemes that this GPU runs natively, and has
@@ -82,7 +83,7 @@ def _plan_schemes(source: Name, arguments: SchemesArguments) -> SchemeTable:
         raise InputError("plan_schemes: gpu", got=got, need="one GPU", fix="name one GPU")
     settings = PlanSettings(ranks=arguments.tp, kv_cache=arguments.kv_cache)
     table = scheme_table(
-        with_revision(str(source), arguments.revision),
+        with_revision(source, arguments.revision),
         ignored_rules(arguments.ignore),
         settings,
         arguments.on_progress,

@@ -33,7 +33,15 @@ from vexport.checkpoint.index import (
     require_weights_found,
 )
 from vexport.errors import EnvironmentFault, InputError, InputErrors
-from vexport.names import HubName, user_path
+from vexport.names import (
+    Folder,
+    HubName,
+    ModelRef,
+    Server,
+    SourceRef,
+    parse_source,
+    user_path,
+)
 from vexport.records import OnProgress, silent
 from vexport.version import __version__
 
@@ -97,65 +105,59 @@ def parse_data(name: str) -> DataName:
     return DataName(kind="path", name=name)
 
 
-def hub_name(name: str) -> HubName | None:
-    """Return the hub model that `name` refers to, or None for a folder or an invalid hub id.
+def not_served_here(server: Server) -> InputError:
+    """Return the error for an address in the place of a checkpoint."""
+    need = "a folder or a model of the hub (ORG/NAME)"
+    fix = "download or mount the model to a folder first"
+    return InputError(str(server), got="a URL", need=need, fix=fix)
 
-    Raises InputError for a URL.
+
+def resolve_source(ref: ModelRef, on_progress: OnProgress = silent) -> Path:
+    """Return the folder of a checkpoint. A model of the hub is downloaded first.
+
+    Raises the errors of `download`, and InputError for a server.
     """
-    if user_path(name).exists():
-        return None
-    if "://" in name:
-        need = "a folder or a model of the hub (ORG/NAME)"
-        fix = "download or mount the model to a folder first"
-        raise InputError(name, got="a URL", need=need, fix=fix)
-    return HubName.parse(name)
-
-
-def resolve_source(name: str, on_progress: OnProgress = silent) -> Path:
-    """Return the folder of a checkpoint. ORG/NAME or ORG/NAME@REVISION is downloaded first.
-
-    A name of an existing folder is never looked up on the hub. Raises the errors of `download`, and
-    InputError for a URL.
-    """
-    model = hub_name(name)
-    if model is None:
-        return user_path(name)
-    with _or_missing_folder(name):
-        return download(model, on_progress)
+    match ref:
+        case HubName():
+            with _or_missing_folder(ref):
+                return download(ref, on_progress)
+        case Server():
+            raise not_served_here(ref)
+        case _:
+            return ref.path
 
 
 @contextmanager
-def source_headers(name: str, on_progress: OnProgress = silent) -> Iterator[Path]:
+def source_headers(ref: SourceRef, on_progress: OnProgress = silent) -> Iterator[Path]:
     """Yield a folder to read headers from. For a model of the hub, only headers are fetched."""
-    if (model := hub_name(name)) is None:
-        yield user_path(name)
-    else:
-        with _or_missing_folder(name), header_files(model, on_progress) as root:
+    if isinstance(ref, HubName):
+        with _or_missing_folder(ref), header_files(ref, on_progress) as root:
             yield root
+    else:
+        yield resolve_source(ref)
 
 
-def pinned_source(name: str, root: Path) -> str:
-    """Return ORG/NAME@COMMIT if `root`, the folder for `name`, comes from the hub, else `name`."""
+def pinned_source(ref: SourceRef, root: Path) -> str:
+    """Return ORG/NAME@COMMIT if `root`, the folder for `ref`, comes from the hub, else its name."""
     config = root / "config.json"
     folders = (root, config.readlink().parent if config.is_symlink() else root)
-    return next((pinned for folder in folders if (pinned := pinned_name(folder))), name)
+    return next((pinned for folder in folders if (pinned := pinned_name(folder))), str(ref))
 
 
-def require_source(name: str) -> None:
+def require_source(ref: ModelRef) -> None:
     """Raise InputError for a missing folder, and the errors of `download` for an unavailable model.
 
     Only the config of a model is fetched.
     """
-    model = hub_name(name)
-    if model is not None:
-        with _or_missing_folder(name):
-            require_model(model)
-    elif not user_path(name).exists():
-        require_config(user_path(name))  # it raises the error for a missing folder
+    if isinstance(ref, HubName):
+        with _or_missing_folder(ref):
+            require_model(ref)
+    elif not (path := resolve_source(ref)).exists():
+        require_config(path)  # it raises the error for a missing folder
 
 
 @contextmanager
-def _or_missing_folder(name: str) -> Iterator[None]:
+def _or_missing_folder(ref: HubName) -> Iterator[None]:
     """Raise InputError for a wrong path if the hub cannot be reached.
 
     If the parent folder of the name exists, the name is assumed to be a wrong path.
@@ -163,27 +165,29 @@ def _or_missing_folder(name: str) -> Iterator[None]:
     try:
         yield
     except EnvironmentFault as fault:
-        if not Path(name).parent.is_dir():
+        if not Path(str(ref)).parent.is_dir():
             raise
         got = f"no such folder, and {fault.got}"
-        raise InputError(name, got=got, need="a checkpoint folder", fix="check the path") from fault
+        need = "a checkpoint folder"
+        raise InputError(str(ref), got=got, need=need, fix="check the path") from fault
 
 
-def with_revision(name: str, revision: str | None) -> str:
-    """Return `name` with a revision that was given separately.
+def with_revision(ref: SourceRef, revision: str | None) -> SourceRef:
+    """Return the source with a revision that was given separately.
 
-    Raises InputError if the name is a folder or already has another revision.
+    Raises InputError if the source is not on the hub or already has another revision.
     """
     if revision is None:
-        return name
-    model = hub_name(name)
-    if model is None:
+        return ref
+    if isinstance(ref, Server):
+        raise not_served_here(ref)
+    if isinstance(ref, Folder):
         got, need = f"the revision {revision!r} of a folder", "a model of the hub (ORG/NAME)"
-        raise InputError(name, got=got, need=need, fix="remove the revision")
-    if model.revision not in (None, revision):
-        got = f"two revisions, {model.revision!r} and {revision!r}"
-        raise InputError(name, got=got, need="one revision", fix="remove one of them")
-    return str(HubName(id=model.id, revision=revision))
+        raise InputError(str(ref), got=got, need=need, fix="remove the revision")
+    if ref.revision not in (None, revision):
+        got = f"two revisions, {ref.revision!r} and {revision!r}"
+        raise InputError(str(ref), got=got, need="one revision", fix="remove one of them")
+    return HubName(id=ref.id, revision=revision)
 
 
 class _NoRangesError(Exception):
@@ -304,7 +308,7 @@ def resolve_drafter(speculative: str, on_progress: OnProgress) -> str:
     method, _, name = speculative.partition("=")
     if not name:
         return method
-    root = resolve_source(name, on_progress)
+    root = resolve_source(parse_source(name), on_progress)
     require_checkpoint(root)
     require_weights_found(root)
     return f"{method}={root.absolute()}"

@@ -342,10 +342,10 @@ MOST_NAMES = 3
 
 
 @contextmanager
-def progress_display(*, quiet: bool, reads: Sequence[str] = ()) -> Iterator[OnProgress]:
+def progress_display(*, quiet: bool, reads: Sequence[object] = ()) -> Iterator[OnProgress]:
     """Yield a progress callback. It shows bars on a terminal, and occasional lines elsewhere.
 
-    If `reads` has names of models, the display begins at once with the stage `import libraries,
+    If `reads` has models, the display begins at once with the stage `import libraries,
     read NAMES`, which ends when the next stage begins. Import slow libraries inside the block. If
     `quiet`, the callback and downloads from the hub show nothing.
     """
@@ -356,7 +356,9 @@ def progress_display(*, quiet: bool, reads: Sequence[str] = ()) -> Iterator[OnPr
     # Do not use rich's detection: CI sets FORCE_COLOR for colour, and rich would show bars.
     display = BarDisplay() if sys.stderr.isatty() else PlainDisplay()
     if reads:
-        display.begin(f"import libraries, read {join_limited(reads, ', ', MOST_NAMES)}")
+        display.begin(
+            f"import libraries, read {join_limited([*map(str, reads)], ', ', MOST_NAMES)}"
+        )
     try:
         yield display
         display.end_first_stage()

@@ -26,19 +26,21 @@ from vexport.cli.options import (
 )
 from vexport.errors import VexportError
 from vexport.errors.extras import raise_problems
+from vexport.names import SourceRef, parse_source
 
 if TYPE_CHECKING:
     from vexport.formats.gpus import Card
 
 
 @command()
-@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
+@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, type=parse_source)
 @option(
     "--source",
     "Unquantized checkpoint (folder or hub id). Every weight is dequantized and compared with it. "
     "Everything else must be equal.",
+    parse_source,
+    "SOURCE",
     heading="Comparison",
-    metavar="SOURCE",
 )
 @option(
     "--digests",
@@ -80,8 +82,8 @@ if TYPE_CHECKING:
 )
 @format_option()
 def check(
-    checkpoints: tuple[str, ...],
-    source: str | None,
+    checkpoints: tuple[SourceRef, ...],
+    source: SourceRef | None,
     digests: str | None,
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,

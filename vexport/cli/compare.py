@@ -51,6 +51,7 @@ from vexport.cli.settings import (
 )
 from vexport.errors import CheckpointFailed, VexportError
 from vexport.errors.extras import raise_problems
+from vexport.names import SourceRef, parse_source
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -119,7 +120,7 @@ _evaluate_options = stacked(
 
 
 @command(unlisted=("canaries", "timeout"))
-@click.argument("source", metavar="SOURCE|CHECKPOINT")
+@click.argument("source", metavar="SOURCE|CHECKPOINT", type=parse_source)
 @option(
     "--schemes",
     "Quantize SOURCE in each of these schemes; see `vexport list schemes`.",
@@ -149,7 +150,7 @@ _evaluate_options = stacked(
 @overwrite_run_option
 @format_option((*FORMATS, "html", "markdown"))
 def compare(
-    source: str,
+    source: SourceRef,
     schemes: tuple[str, ...] | None,
     interpreters: Interpreters,
     scenario_file: Path | None,
@@ -187,7 +188,7 @@ def compare(
 
 
 def _compare_schemes(
-    source: str,
+    source: SourceRef,
     schemes: tuple[str, ...],
     interpreters: Interpreters,
     scenario_file: Path | None,
@@ -261,7 +262,7 @@ def _require_no_options_of_variants(
 
 
 def _compare_variants(
-    checkpoint: str,
+    checkpoint: SourceRef,
     interpreters: Interpreters,
     scenario: "Scenario | None",
     shared: "Serve",
@@ -279,7 +280,7 @@ def _compare_variants(
 
     serve, others = _variants(scenario, interpreters)
     settings = _evaluate(scenario)
-    folder = run_directory.run_dir or Path("runs") / f"variants-{_folder_name(checkpoint)}"
+    folder = run_directory.run_dir or Path("runs") / f"variants-{checkpoint.file_name}"
     inputs = list(evaluation_inputs(settings, "--task"))
     written = [NamedPath(label="--run-dir", path=folder)]
     require_apart(click.get_current_context(), inputs, written)
@@ -387,12 +388,6 @@ def _evaluate(scenario: "Scenario | None") -> "Evaluate":
 # Keys of a scenario's `evaluate` that variants do not use: the baseline is the first variant, and
 # all variants run on this machine.
 _NOT_SHARED = {"baseline", "endpoint", "baseline_endpoint"}
-
-
-def _folder_name(checkpoint: str) -> str:
-    """Return the checkpoint's name as the name of a folder."""
-    path = Path(checkpoint)
-    return (path.resolve().name if path.is_dir() else path.name) or "checkpoint"
 
 
 def _conclude_variants(report: "Report", faults: Sequence[VexportError]) -> None:

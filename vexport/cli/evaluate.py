@@ -37,6 +37,7 @@ from vexport.cli.options import (
 )
 from vexport.cli.prompting import EVALUATE_SYNTAXES, chat_template_option
 from vexport.cli.settings import given_settings, setting_options
+from vexport.names import AcceptedFile, ModelRef, parse_model
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -53,7 +54,7 @@ VERDICT_FORMATS = (*FORMATS, "html", "markdown")
 class ComparisonOptions:
     """Options of `eval` for the baseline, and for writing an accepted baseline."""
 
-    baseline: str | None
+    baseline: ModelRef | None
     against: Path | None
     accept: Path | None
 
@@ -64,12 +65,11 @@ class ComparisonOptions:
 
         Raises UsageError if options of `eval` contradict each other.
         """
-        path = Path(self.baseline or "")
         baseline = self.baseline
         against = self.against
-        if not against and path.suffix == ".json" and _is_accepted(path):
+        if not against and isinstance(baseline, AcceptedFile):
+            against = baseline.path
             baseline = None
-            against = path
         if baseline and against or not (baseline or against or self.accept):
             raise click.UsageError(
                 "Give --baseline SOURCE or --against FILE, or --accept FILE alone."
@@ -99,20 +99,16 @@ class ComparisonOptions:
         return replace(self, baseline=baseline, against=against)
 
 
-def _is_accepted(path: Path) -> bool:
-    """Return True if the file is an accepted baseline."""
-    from vexport.judge.accepted import is_accepted
-
-    return is_accepted(path)
-
-
 # Rarely needed: only the reference lists them.
 @command("eval", unlisted=("attribution_seconds", "canaries", "timeout"))
-@click.argument("checkpoints", metavar="CHECKPOINT|URL...", nargs=-1, required=True)
+@click.argument(
+    "checkpoints", metavar="CHECKPOINT|URL...", nargs=-1, required=True, type=parse_model
+)
 @option(
     "--baseline",
     "Unquantized checkpoint to compare with.",
-    metavar="SOURCE|URL",
+    parse_model,
+    "SOURCE|URL",
     heading="Comparison",
 )
 @option(
@@ -151,7 +147,7 @@ def _is_accepted(path: Path) -> bool:
 @session_options
 @format_option(VERDICT_FORMATS, names="-o --output-file --output")
 def evaluate(
-    checkpoints: tuple[str, ...],
+    checkpoints: tuple[ModelRef, ...],
     comparison: ComparisonOptions,
     attribution: bool | None,
     attribution_seconds: int,
@@ -206,7 +202,9 @@ def evaluate(
     folder = output_dir or Path("runs") / f"eval-{_name(checkpoints)}"
     written = [NamedPath(label="--output-dir", path=folder)]
     require_apart(click.get_current_context(), list(evaluation_inputs(settings, "--task")), written)
-    models = [*filter(None, (comparison.baseline, *checkpoints))]
+    models: list[ModelRef] = [*checkpoints]
+    if comparison.baseline is not None:
+        models.insert(0, comparison.baseline)
     # Print the verdict before the search for its cause, which takes minutes. Files and machine
     # formats get the whole output at the end.
     is_first = output.format_ == "text" and output_file(click.get_current_context()) is None
@@ -251,14 +249,13 @@ def _show_verdicts(evaluations: "Evaluations", *, as_text: bool, quiet: bool) ->
             click.echo(f"{verdict.checkpoint}: {outcome_and_reason(verdict)}", err=True)
 
 
-def _name(checkpoints: Sequence[str]) -> str:
-    """Return a folder name: the first checkpoint's name or host, and the number of others."""
-    host = checkpoints[0].partition("://")[2].replace(":", "-").split("/")[0]
+def _name(checkpoints: Sequence[ModelRef]) -> str:
+    """Return a folder name: the first checkpoint's name, and the number of others."""
     more = f"-and-{len(checkpoints) - 1}-more" if len(checkpoints) > 1 else ""
-    return (host or Path(checkpoints[0]).name) + more
+    return checkpoints[0].file_name + more
 
 
-def _given_keys(baseline: str | None, chat_template: str | None) -> dict[str, object]:
+def _given_keys(baseline: ModelRef | None, chat_template: str | None) -> dict[str, object]:
     """Return the settings that the command's options give, by key of `Evaluate`."""
     keys = given_settings("evaluate")
     if baseline is not None:

@@ -21,6 +21,7 @@ from vexport.cli.options import (
 )
 from vexport.errors import VexportError
 from vexport.errors.extras import raise_problems
+from vexport.names import SourceRef, parse_source
 from vexport.records import EngineMode
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ Mode = Literal["eager", "default", "both"]
 
 
 @command()
-@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
+@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, type=parse_source)
 @option("--dry", "Only test loading, from headers: no weights, no GPU.", heading="vLLM", flag=True)
 @device_options
 @gpu_option
@@ -63,7 +64,7 @@ Mode = Literal["eager", "default", "both"]
 )
 @format_option()
 def load(
-    checkpoints: tuple[str, ...],
+    checkpoints: tuple[SourceRef, ...],
     dry: bool,
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from vexport.cli.positional import folder_advice
 from vexport.errors import InputError, InputErrors, clip, did_you_mean
+from vexport.names import ModelRef, Server, user_path
 from vexport.records.options import Heading
 from vexport.records.values import MOST_COUNT
 from vexport.version import parse_version, short_version
@@ -212,17 +213,8 @@ UNWRITTEN_SUFFIXES = (".csv", ".docx", ".pdf", ".png", ".svg", ".tsv", ".xlsx")
 OUTPUT_FILE = "output_file"
 # Parameters with paths of outputs, unless their type is READ_PATH. All other paths are inputs.
 OUTPUTS = (OUTPUT_FILE, "out", "run_dir", "output_dir", "accept", "folder")
-# Parameters of type text that may name an input path. Parameters of type PATH need no entry.
-INPUTS = (
-    "source",
-    "checkpoints",
-    "baseline",
-    "tasks",
-    "text",
-    "data",
-    "digests",
-    "tokenizer",
-)
+# Parameters of type text that may name an input file.
+FILES = ("tasks", "digests")
 # Inputs that may name a column: FILE:COLUMN.
 DATA = ("text", "data")
 # The option whose value may name the folder of a draft model: eagle3=FOLDER.
@@ -344,8 +336,6 @@ class UserPath(click.Path):
 
     def convert(self, value: str | os.PathLike[str], param: Parameter, ctx: Context) -> Path:
         """Return the path. Raise InputError if there is no such user."""
-        from vexport.names import user_path
-
         return user_path(Path(os.fsdecode(super().convert(value, param, ctx))))
 
 
@@ -473,23 +463,23 @@ def _label(parameter: click.Parameter) -> str:
 def _paths_read(context: click.Context, parameter: click.Parameter) -> "Iterator[Path]":
     """Yield the input paths in the value of a parameter.
 
-    URLs and folders with the name of a task are skipped. A hub id is also yielded, because it may
-    be the name of a folder.
+    Servers and folders with the name of a task are skipped. A hub id is also yielded, because it
+    may be the name of a folder.
     """
     from vexport.checkpoint.source import parse_data
-    from vexport.names import user_path
 
     value = context.params.get(str(parameter.name))
     for each in value if isinstance(value, list | tuple) else (value,):
         if isinstance(each, Path):
             yield each
+        elif isinstance(each, ModelRef) and not isinstance(each, Server):
+            yield each.path
         elif isinstance(each, str) and parameter.name == SPECULATIVE:
             yield from [user_path(folder)] if (folder := each.partition("=")[2]) else []
-        elif isinstance(each, str) and parameter.name in INPUTS and each and "://" not in each:
-            path = parse_data(each).path if parameter.name in DATA else user_path(each)
-            # A folder with the name of a task is not an input.
-            if parameter.name != "tasks" or path.is_file():
-                yield path
+        elif isinstance(each, str) and parameter.name in DATA:
+            yield parse_data(each).path
+        elif isinstance(each, str) and parameter.name in FILES and user_path(each).is_file():
+            yield user_path(each)
 
 
 def format_option(formats: tuple[str, ...] = FORMATS, names: str = "-o --output") -> Decorator:

@@ -30,6 +30,7 @@ from vexport.cli.options import (
 from vexport.cli.quantize import SYNTAXES, require_consistent
 from vexport.cli.settings import given_settings, option_names, option_words, setting_options
 from vexport.errors import InputError
+from vexport.names import Server, SourceRef, parse_source
 from vexport.records import OnProgress
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ TABLE_OPTIONS = ("revision", "group_size", "ignore", "kv_cache", "tp")
 
 
 @command(unlisted=("smoothing", "input_observer", "seed", "pack", "all_experts", "device"))
-@click.argument("source", metavar="SOURCE|SCENARIO")
+@click.argument("source", metavar="SOURCE|SCENARIO", type=parse_source)
 @setting_options("plan", SYNTAXES)
 @setting_options("calibration")
 @option(
@@ -78,7 +79,7 @@ TABLE_OPTIONS = ("revision", "group_size", "ignore", "kv_cache", "tp")
 @trust_option
 @format_option(("text", "json"))
 def plan(
-    source: str,
+    source: SourceRef,
     run_dir: Path | None,
     cards: tuple["Card", ...] | None,
     sm: tuple[int, ...] | None,
@@ -108,12 +109,12 @@ def plan(
         raise click.UsageError(
             "--all needs --gpu or --sm: without a GPU, all schemes are always listed."
         )
-    if is_scenario(source):
+    if is_scenario(str(source)) and not isinstance(source, Server):
         if gpu is not None:
             raise click.UsageError(
                 "--gpu and --sm cannot be used with a scenario. Set serve.compute in the scenario."
             )
-        _plan_scenario(source, run_dir, output, trust_remote_code=trust_remote_code)
+        _plan_scenario(source.path, run_dir, output, trust_remote_code=trust_remote_code)
     elif run_dir:
         raise click.UsageError(
             "--run-dir needs a SCENARIO with `scheme: auto`, which reads the losses of a run."
@@ -138,7 +139,7 @@ def _one_gpu(cards: "Sequence[Card] | None", sm: Sequence[int] | None) -> "Card 
 
 
 def _plan_scenario(
-    source: str, run_dir: Path | None, output: OutputOptions, *, trust_remote_code: bool
+    file: Path, run_dir: Path | None, output: OutputOptions, *, trust_remote_code: bool
 ) -> None:
     """Print the plan of a scenario, the documents that its evaluation needs, and the next command.
 
@@ -149,28 +150,28 @@ def _plan_scenario(
     from vexport.scenario import read_scenario
     from vexport.scores.inputs import scenario_inputs
 
-    scenario = read_scenario(Path(source))
+    scenario = read_scenario(file)
     folder = NamedPath(label="--run-dir", path=run_dir or scenario.run_dir)
-    require_apart(click.get_current_context(), [folder, *scenario_inputs(scenario, Path(source))])
+    require_apart(click.get_current_context(), [folder, *scenario_inputs(scenario, file)])
     if extra := option_names("plan", "calibration"):
         raise click.UsageError(
             f"{', '.join(extra)} cannot be used with a scenario. Set it in the scenario instead."
         )
     with progress_display(quiet=output.quiet) as on_progress:
         plan = api_plan(
-            source,
+            file,
             run_dir=run_dir,
             trust_remote_code=trust_remote_code,
             on_progress=on_progress,
         )
     _note_missing_data(scenario)
     needs_trust = trust_remote_code or (scenario.evaluate and scenario.evaluate.suite == "code")
-    words = ["vexport", "run", source]
+    words = ["vexport", "run", str(file)]
     if run_dir is not None:
         words += ["--run-dir", str(run_dir)]
     if needs_trust:
         words.append("--trust-remote-code")
-    _print(source, plan, shlex.join(words), output, scenario)
+    _print(str(file), plan, shlex.join(words), output, scenario)
 
 
 def _note_missing_data(scenario: "Scenario") -> None:
@@ -191,7 +192,7 @@ def _note_missing_data(scenario: "Scenario") -> None:
 
 
 def _plan_rules(
-    source: str, output: OutputOptions, gpu: "Card | int | None", *, trust_remote_code: bool
+    source: SourceRef, output: OutputOptions, gpu: "Card | int | None", *, trust_remote_code: bool
 ) -> None:
     """Print the plan of a model for a scheme or a recipe from the command line."""
     from vexport.api import Calibration
@@ -224,10 +225,10 @@ def _plan_rules(
         note("this plan does not need the text")
     elif text is not None:
         _note_little_text(plan, text)
-    out = "-".join((Path(source).resolve().name, *(plan.schemes or ("KV",))))
+    out = "-".join((source.file_name, *(plan.schemes or ("KV",))))
     trust = ("--trust-remote-code",) if trust_remote_code else ()
-    words = ("vexport", "quantize", source, out, *option_words("plan", "calibration"), *trust)
-    _print(source, plan, shlex.join(words), output, gpu=gpu, text=text)
+    words = ("vexport", "quantize", str(source), out, *option_words("plan", "calibration"), *trust)
+    _print(str(source), plan, shlex.join(words), output, gpu=gpu, text=text)
 
 
 def _note_little_text(plan: "Plan", text: "Calibration") -> None:
@@ -240,7 +241,7 @@ def _note_little_text(plan: "Plan", text: "Calibration") -> None:
 
 
 def _require_chat_template(
-    source: str, text: "Calibration", on_progress: OnProgress, *, trusted: bool
+    source: SourceRef, text: "Calibration", on_progress: OnProgress, *, trusted: bool
 ) -> None:
     """Raise InputError if the text has conversations and the model has no chat template.
 
@@ -255,7 +256,7 @@ def _require_chat_template(
         return
     revision = click.get_current_context().params.get("revision")
     with source_headers(with_revision(source, revision), on_progress) as root:
-        require_chat_template(root, rendered[0].name, name=source)
+        require_chat_template(root, rendered[0].name, name=str(source))
 
 
 def _duration(plan: "Plan", text: "Calibration | None") -> str | None:
@@ -273,7 +274,7 @@ def _duration(plan: "Plan", text: "Calibration | None") -> str | None:
 
 
 def _compare_schemes(
-    source: str, output: OutputOptions, gpu: "Card | int | None", *, every: bool
+    source: SourceRef, output: OutputOptions, gpu: "Card | int | None", *, every: bool
 ) -> None:
     """Print the table of all schemes, for one GPU or for all GPUs."""
     from vexport.api import plan_schemes

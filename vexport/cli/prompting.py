@@ -14,6 +14,7 @@ import click
 from vexport.cli.arguments import parse_json
 from vexport.cli.options import FOLDER, option
 from vexport.cli.settings import Syntax
+from vexport.names import parse_source
 from vexport.records import BatchSize, Scalar
 from vexport.records.chosen_metric import CHOSEN_METRIC_NEED, parse_chosen_metric
 from vexport.records.margins import EVERY_TASK, MarginSetting, MarginValue, parse_margin
@@ -129,6 +130,7 @@ def _tasks(
 
 
 EVALUATE_SYNTAXES: Mapping[str, Syntax] = {
+    "tokenizer": Syntax(whole=parse_source),
     "tasks": Syntax(combine=_tasks),
     "gen_kwargs": Syntax(combine=_generation),
     "gate": Syntax(combine=_gates),

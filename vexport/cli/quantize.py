@@ -22,6 +22,7 @@ from vexport.cli.options import (
 from vexport.cli.settings import Syntax, given_settings, option_names, setting_options
 from vexport.errors import CheckpointFailed, clip
 from vexport.errors.extras import require_extra
+from vexport.names import SourceRef, parse_source
 from vexport.records import GroupSize, RepairReport
 
 
@@ -60,7 +61,7 @@ SYNTAXES: Mapping[str, Syntax] = {
 
 
 @command()
-@click.argument("source")
+@click.argument("source", type=parse_source)
 @click.argument("out", type=PATH)
 @setting_options("quantize", {**SYNTAXES, "max_shard_size": Syntax(whole=byte_size)})
 @setting_options("calibration")
@@ -74,7 +75,7 @@ SYNTAXES: Mapping[str, Syntax] = {
 @trust_option
 @format_option(("text", "json"))
 def quantize(
-    source: str,
+    source: SourceRef,
     out: Path,
     no_verify: bool,
     overwrite: bool,

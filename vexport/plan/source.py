@@ -26,6 +26,7 @@ from vexport.formats.schemes import (
     scheme_names,
     with_group_size,
 )
+from vexport.names import Folder, SourceRef
 from vexport.plan.blocks import quantized_bytes
 from vexport.plan.build import PlanSettings, build_plan, fitting_sizes, hidden_rule_notes
 from vexport.plan.observer_code import untrusted_place
@@ -318,7 +319,7 @@ def _untrusted_observers(rule: Rule, folders: Sequence[Path]) -> Iterator[InputE
 
 
 def source_index(
-    source: str,
+    source: SourceRef,
     rules: Sequence[Rule],
     on_progress: OnProgress = silent,
     *,
@@ -334,7 +335,7 @@ def source_index(
 
 
 def plan_source(
-    source: str,
+    source: SourceRef,
     rules: Sequence[Rule],
     settings: PlanSettings = DEFAULT_SETTINGS,
     *,
@@ -348,7 +349,7 @@ def plan_source(
 
 
 def plan_headers(
-    source: str,
+    source: SourceRef,
     rules: Sequence[Rule],
     settings: PlanSettings,
     on_progress: OnProgress,
@@ -360,7 +361,9 @@ def plan_headers(
     The fetched files may be deleted when the function returns. The plan names the pinned source.
     """
     with source_headers(source, on_progress) as root:
-        index, plan = plan_source(str(root), rules, settings, trust_remote_code=trust_remote_code)
+        index, plan = plan_source(
+            Folder.at(root), rules, settings, trust_remote_code=trust_remote_code
+        )
         return index, replace(plan, source=pinned_source(source, root))
 
 
@@ -418,7 +421,7 @@ class _Kind:
 
 
 def scheme_table(
-    source: str,
+    source: SourceRef,
     kept: Sequence[Rule],
     settings: PlanSettings,
     on_progress: OnProgress,

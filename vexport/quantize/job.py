@@ -29,7 +29,7 @@ from vexport.files import digest_bytes, write_text
 from vexport.formats.config import quantization_config
 from vexport.formats.packing.base import Array
 from vexport.formats.plan import Plan
-from vexport.names import user_path
+from vexport.names import Folder, Server, SourceRef
 from vexport.numerics.jit import announce_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
 from vexport.outputs import RECIPE
@@ -65,7 +65,7 @@ class QuantizeJob:
     `source` is a folder or a hub id, as the user wrote it.
     """
 
-    source: str
+    source: SourceRef
     out: Path
     rules: tuple[Rule, ...]
     planning: PlanSettings = DEFAULT_SETTINGS
@@ -90,7 +90,7 @@ def quantize_source(
     rounded by text. The ranks of torchrun share the calibration, rounding and writing. They need a
     common output folder.
     """
-    _require_separate(job, user_path(job.source))
+    _require_separate(job, None if isinstance(job.source, Server) else job.source.path)
     with process_group():
         if rank_and_size()[0] == 0:
             refuse_existing(job.out, overwrite=job.overwrite)
@@ -187,9 +187,9 @@ def write_checkpoint(
     return calibration, rounding
 
 
-def _require_separate(job: QuantizeJob, source: Path) -> None:
+def _require_separate(job: QuantizeJob, source: Path | None) -> None:
     """Raise InputError if an input overlaps `out`, its working folder or its folder OUT.failed."""
-    inputs = [NamedPath(label="SOURCE", path=source)]
+    inputs = [NamedPath(label="SOURCE", path=source)] if source else []
     for path in job.calibration.paths if job.calibration else ():
         inputs.append(NamedPath(label="--calibration", path=path))
     folders = (job.out, working_folder(job.out), failed_folder(job.out))
@@ -250,13 +250,12 @@ def recipe(
     job: "QuantizeJob", index: SourceIndex, plan: Plan, calibration: CalibrationRecord | None
 ) -> str:
     """Return the text of OUT/vexport.json. `vexport plan` and `vexport run` read its `scenario`."""
-    path = user_path(job.source)
     folder = job.out.resolve()
     settings = job.calibration
     scenario: dict[str, Json] = {
         "name": _name(job.source, plan),
-        "source": _relative(path, folder)
-        if path.exists()
+        "source": _relative(job.source.path, folder)
+        if isinstance(job.source, Folder)
         else pinned_source(job.source, index.root),
         "rules": [rule.model_dump(mode="json") for rule in job.rules],
         "on_unsupported_shape": job.planning.on_unsupported_shape,
@@ -318,13 +317,10 @@ def _relative(path: Path, folder: Path) -> str:
     return Path(os.path.relpath(path.resolve(), folder)).as_posix()
 
 
-def _name(source: str, plan: Plan) -> str:
+def _name(source: SourceRef, plan: Plan) -> str:
     """Return a scenario name: the last part of the source's name, and the schemes."""
-    path = user_path(source)
-    name = path.resolve().name if path.exists() else source.rpartition("/")[2]
-    return (
-        re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join((name, *plan.schemes))).lstrip("-._") or "model"
-    )
+    name = "-".join((source.file_name, *plan.schemes))
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-._") or "model"
 
 
 def _ranges(rows: Sequence[int]) -> str:

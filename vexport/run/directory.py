@@ -21,6 +21,7 @@ from vexport.checkpoint.source import DEFAULT, DEFAULT_FILE, parse_data, resolve
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
 from vexport.inference.options import BASELINE, CANDIDATE, NO_EVALUATION, EngineOptions
+from vexport.names import Folder, ResultFiles, Server
 from vexport.outputs.manifest import (
     has_manifest,
     is_recorded,
@@ -312,7 +313,8 @@ class Run:
         else:
             folder = self.checkpoint
             url = self.evaluation.endpoint
-        return RunModel(name=str(folder), role=role, checkpoint=folder, url=url)
+        ref = Folder.at(folder) if url is None else Server(url)
+        return RunModel(ref=ref, role=role, checkpoint=folder)
 
     def needs_answers(self, role: str) -> bool:
         """Return True if the run must get responses from the model with this role."""
@@ -344,8 +346,8 @@ class Run:
     def answers(self, role: str) -> Path:
         """Return the path of a model's responses: the given results, or a folder of the run."""
         model = self.model(role) if self.given is not None else None
-        if model is not None and model.answers is not None:
-            return model.answers
+        if model is not None and isinstance(model.ref, ResultFiles):
+            return model.ref.path
         return self.place(role)
 
     @property

@@ -15,7 +15,7 @@ from vexport.checkpoint.source import resolve_source
 from vexport.engine.arguments import require_arguments
 from vexport.errors import InputError
 from vexport.errors.extras import attempt_all
-from vexport.inference.endpoint.server import is_url, require_address
+from vexport.inference.endpoint.server import require_address
 from vexport.inference.endpoint.tokenizer import tokenizer_of
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.inference.requested_tasks import fetch_tasks, require_tasks
@@ -36,13 +36,13 @@ from vexport.judge.accepted_settings import (
 from vexport.judge.comparable_results import read_document_counts, require_comparable_results
 from vexport.judge.task_settings import require_valid_against, require_valid_settings
 from vexport.judge.verdict import tasks_without_loss
-from vexport.names import is_results, user_path
+from vexport.names import ModelRef, ResultFiles, Server
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.records import ComparedRun, Verdict
 from vexport.reports.run_record import Report
 from vexport.run.comparison import compared_run, mark_smallest
 from vexport.run.directory import Run, RunDirectory, logged_to, portable, require_run_folder
-from vexport.run.given import Given, RunModel, candidate_folders, title_of
+from vexport.run.given import Given, RunModel, candidate_folders
 from vexport.run.load_run import require_available, require_servable
 from vexport.run.options import DEFAULT_ATTRIBUTION, AttributionSettings
 from vexport.run.scenario_run import VERDICT_STAGES
@@ -55,7 +55,7 @@ from vexport.run.stages.serving import (
     serve_candidate,
 )
 from vexport.scenario import Evaluate
-from vexport.scores.inputs import evaluation_inputs
+from vexport.scores.inputs import evaluation_inputs, named_model
 from vexport.scores.results import read_results
 
 OUTPUT_DIR = "--output-dir"
@@ -98,7 +98,7 @@ OnJudged = Callable[[Evaluations], None]
 
 
 def evaluate_checkpoints(
-    checkpoints: Sequence[str],
+    checkpoints: Sequence[ModelRef],
     settings: Evaluate,
     folder: Path,
     options: EngineOptions,
@@ -141,7 +141,7 @@ def evaluate_checkpoints(
 
 
 def _judge_checkpoints(
-    checkpoints: Sequence[str],
+    checkpoints: Sequence[ModelRef],
     settings: Evaluate,
     folder: Path,
     options: EngineOptions,
@@ -152,14 +152,14 @@ def _judge_checkpoints(
     attribution_settings: AttributionSettings,
 ) -> tuple[Run, ...]:
     """Do every unfinished stage up to the verdict, and return a run for each checkpoint."""
-    names = _names_by_role(checkpoints, settings.baseline)
+    refs = _refs_by_role(checkpoints, settings.baseline)
     outputs = _named_paths({OUTPUT_DIR: folder, "--accept": accept})
-    _require_usable(names, settings, folder, options, outputs, against)
-    served = {role: name for role, name in names.items() if not is_results(name)}
+    _require_usable(refs, settings, folder, options, outputs, against)
+    served = [role for role, ref in refs.items() if not isinstance(ref, ResultFiles)]
     is_finished = all((folder / role / SESSION).is_file() for role in served)
     if overwrite or not is_finished:
         _require_valid_settings(settings, fetch_tasks(settings, options), against)
-    models = {role: _model(role, name, settings, options) for role, name in names.items()}
+    models = {role: _model(role, ref, settings, options) for role, ref in refs.items()}
     folders = {role: models[role].prompt_folder for role in served}
     require_separate(outputs, _named_paths(folders))
     work = list(_given_models(checkpoints, models, settings, against))
@@ -254,47 +254,48 @@ def _given_models_of(run: Run) -> Given:
     return run.given
 
 
-def _names_by_role(checkpoints: Sequence[str], baseline: str | None) -> dict[str, str]:
-    """Return the models' names by role, the baseline first.
+def _refs_by_role(
+    checkpoints: Sequence[ModelRef], baseline: ModelRef | None
+) -> dict[str, ModelRef]:
+    """Return the models by role, the baseline first.
 
     A role is also the folder of the model's responses: `baseline`, and `candidate` or, for several
     checkpoints, `candidate/1-NAME`.
     """
-    names = dict[str, str]()
+    refs = dict[str, ModelRef]()
     if baseline is not None:
-        names[BASELINE] = baseline
+        refs[BASELINE] = baseline
     for candidate_folder, checkpoint in zip(
         candidate_folders(checkpoints), checkpoints, strict=True
     ):
-        names[_candidate_role(candidate_folder)] = checkpoint
-    return names
+        refs[_candidate_role(candidate_folder)] = checkpoint
+    return refs
 
 
 def _candidate_role(candidate_folder: str) -> str:
     return f"{CANDIDATE}/{candidate_folder}" if candidate_folder else CANDIDATE
 
 
-def _model(role: str, name: str, settings: Evaluate, options: EngineOptions) -> RunModel:
-    """Find a model by its name, and download it. Raises InputError if vLLM cannot serve it."""
-    if is_results(name):
-        return RunModel(name=name, role=role, answers=user_path(name))
-    if is_url(name):
-        tokenizer = tokenizer_of(role, name, settings, options)
+def _model(role: str, ref: ModelRef, settings: Evaluate, options: EngineOptions) -> RunModel:
+    """Find a model, and download it. Raises InputError if vLLM cannot serve it."""
+    if isinstance(ref, ResultFiles):
+        return RunModel(ref=ref, role=role)
+    if isinstance(ref, Server):
+        tokenizer = tokenizer_of(role, ref.url, settings, options)
         return RunModel(
-            name=name,
+            ref=ref,
             role=role,
-            url=name,
             tokenizer=tokenizer.folder,
             trust_tokenizer=tokenizer.is_trusted,
             served="" if tokenizer.model is None else repr(tokenizer.model),
         )
-    checkpoint = resolve_source(name, options.on_progress)
+    checkpoint = resolve_source(ref, options.on_progress)
     require_servable(checkpoint, [options.serve])
-    return RunModel(name=name, role=role, checkpoint=checkpoint)
+    return RunModel(ref=ref, role=role, checkpoint=checkpoint)
 
 
 def _given_models(
-    checkpoints: Sequence[str],
+    checkpoints: Sequence[ModelRef],
     models: Mapping[str, RunModel],
     settings: Evaluate,
     against: Path | None,
@@ -306,7 +307,7 @@ def _given_models(
         candidate_folders(checkpoints), checkpoints, strict=True
     ):
         yield Given(
-            name=title_of(checkpoint),
+            name=checkpoint.title,
             candidate=models[_candidate_role(candidate_folder)],
             baseline=models.get(BASELINE),
             against=against,
@@ -318,7 +319,7 @@ def _given_models(
 
 
 def _require_usable(
-    names: Mapping[str, str],
+    refs: Mapping[str, ModelRef],
     settings: Evaluate,
     folder: Path,
     options: EngineOptions,
@@ -330,28 +331,29 @@ def _require_usable(
         if output.label == "--accept":
             require_writable(output.path)
     files = [*_named_paths({"--against": against}), *evaluation_inputs(settings, "--task")]
-    for role, name in names.items():
-        if is_url(name):
-            require_address(name)
-            continue
-        label = "--baseline" if role == BASELINE else "CHECKPOINT"
-        files.append(NamedPath(label=label, path=user_path(name)))
-    if settings.text is not None and any(is_results(name) for name in names.values()):
+    for role, ref in refs.items():
+        if isinstance(ref, Server):
+            require_address(ref.url)
+        files += named_model("--baseline" if role == BASELINE else "CHECKPOINT", ref)
+    given = [ref.path for ref in refs.values() if isinstance(ref, ResultFiles)]
+    if settings.text is not None and given:
         got, need = "lm-eval's results", "a checkpoint or an address: both models read the text"
         fix = "give a checkpoint or an address instead of the results, or use --task"
         raise InputError("--text", got=got, need=need, fix=fix)
     require_separate(outputs, files)
-    _require_comparable(names, settings, options, against)
+    if against is not None:
+        given.append(against)
+    _require_comparable(given, settings, options)
     require_run_folder(folder, OUTPUT_DIR)
     if against is not None:
         read_accepted(against)
-    checkpoints = [name for name in names.values() if not is_results(name) and not is_url(name)]
+    checkpoints = [ref for ref in refs.values() if not isinstance(ref, ResultFiles | Server)]
     attempt_all(
         [
             ("tasks", partial(_require_tasks, settings, options, against)),
             *(
-                (name, partial(require_available, name, [options.serve]))
-                for name in dict.fromkeys(checkpoints)
+                (str(ref), partial(require_available, ref, [options.serve]))
+                for ref in dict.fromkeys(checkpoints)
             ),
         ]
     )
@@ -373,13 +375,8 @@ def _require_valid_settings(
         require_valid_against(settings.margin, tasks, read_accepted(against))
 
 
-def _require_comparable(
-    names: Mapping[str, str], settings: Evaluate, options: EngineOptions, against: Path | None
-) -> None:
+def _require_comparable(given: Sequence[Path], settings: Evaluate, options: EngineOptions) -> None:
     """Raise InputError if given results or the accepted baseline do not fit the tasks."""
-    given = [user_path(name) for name in names.values() if is_results(name)]
-    if against is not None:
-        given.append(against)
     if not given or not settings.tasks:
         return
     exact = named_in_files(settings.tasks, trust_remote_code=options.trust_remote_code)

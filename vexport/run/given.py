@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vexport.engine.installed import installed_text
+from vexport.names import ModelRef, ResultFiles
 from vexport.records import EngineMode
 from vexport.scenario import Evaluate, Variant
 
@@ -16,31 +18,32 @@ from vexport.scenario import Evaluate, Variant
 class RunModel:
     """A model of a run, and the place of its responses.
 
-    `name` is the model's name in the command or scenario. `role` is the model's name in progress
-    and in errors. `checkpoint` is the folder that vLLM serves on this machine, or None if the model
-    is only on a server. `url` is the address of the server that runs the tasks, or None if vLLM on
-    this machine runs them. `tokenizer` is the folder of the tokenizer for that server's prompts. If
-    it is None, the tokenizer is chosen when the first prompt is sent. The tokenizer's code runs
-    only if `trust_tokenizer` is set. `served` is the server's description of its model, or "" if
-    there is no server. `answers` is the path of given lm-eval results. If it is set, the run does
-    not start the model. `variant` has the settings and the interpreter of this model's engine, if
-    they differ from the command's.
+    `ref` says what runs the tasks: a server, vLLM on this machine, or nothing if results are given.
+    `role` is the model's name in progress and in errors. `checkpoint` is the folder that vLLM
+    serves on this machine, or None if the model is only on a server or in results. `tokenizer` is
+    the folder of the tokenizer for a server's prompts. If it is None, the tokenizer is chosen when
+    the first prompt is sent. The tokenizer's code runs only if `trust_tokenizer` is set. `served`
+    is the server's description of its model, or "" if there is no server. `variant` has the
+    settings and the interpreter of this model's engine, if they differ from the command's.
     """
 
-    name: str
+    ref: ModelRef
     role: str
     checkpoint: Path | None = None
-    url: str | None = None
     tokenizer: Path | None = None
     trust_tokenizer: bool = False
     served: str = ""
-    answers: Path | None = None
     variant: Variant | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the model's name as the user gave it, with the name of its variant."""
+        return f"{self.ref} ({variant_name(self.variant)})" if self.variant else str(self.ref)
 
     @property
     def needs_answers(self) -> bool:
         """Return True if the run must get responses from the model, because none are given."""
-        return self.answers is None
+        return not isinstance(self.ref, ResultFiles)
 
     @property
     def prompt_folder(self) -> Path | None:
@@ -76,17 +79,19 @@ class Given:
         return self.baseline is not None or self.against is not None
 
 
-def candidate_folders(names: Sequence[str]) -> tuple[str, ...]:
+def variant_name(variant: Variant) -> str:
+    """Return the name of a variant in messages: its setting, and its version of vLLM."""
+    if not variant.has_other_vllm:
+        return variant.setting
+    version = installed_text(variant.vllm_python)
+    return f"{variant.setting} with vLLM {version or variant.vllm_python}"
+
+
+def candidate_folders(refs: Sequence[ModelRef]) -> tuple[str, ...]:
     """Return the folder of each candidate's results below `candidate`.
 
     It is empty for a single candidate.
     """
-    if len(names) == 1:
+    if len(refs) == 1:
         return ("",)
-    return tuple(f"{number}-{Path(name).name}" for number, name in enumerate(names, 1))
-
-
-def title_of(name: str) -> str:
-    """Return a model's name in reports: the last part of its path, or the host of its address."""
-    host = name.partition("://")[2].split("/")[0]
-    return host or Path(name).name or name
+    return tuple(f"{number}-{ref.file_name}" for number, ref in enumerate(refs, 1))

@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint, require_weights_found
-from vexport.checkpoint.source import hub_name, require_source, resolve_source
+from vexport.checkpoint.source import require_source, resolve_source
 from vexport.engine.arguments import require_arguments, require_heads, require_layers
 from vexport.engine.session import EngineFault, log_folder, require_vllm
 from vexport.errors import VexportError
 from vexport.errors.extras import unexpected_error
 from vexport.inference.options import EngineOptions
-from vexport.names import user_path
+from vexport.names import Folder, HubName, ModelRef, SourceRef
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.records import ENGINE_CHECK, EngineMode, Finding, LoadReport
 from vexport.run.directory import RUN_DIR, Run, logged_to, require_run_folder
-from vexport.run.given import Given, RunModel, title_of
+from vexport.run.given import Given, RunModel
 from vexport.run.scenario_run import STAGES
 from vexport.run.stages.serving import load_candidate
 from vexport.scenario import Serve
@@ -27,9 +27,9 @@ LOADING = STAGES[: STAGES.index(load_candidate) + 1]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Settings of a single load: a checkpoint's name and folder, an engine, a mode."""
+    """Settings of a single load: a checkpoint and its folder, an engine, a mode."""
 
-    name: str
+    ref: SourceRef
     root: Path
     engine: EngineOptions
     mode: EngineMode
@@ -38,11 +38,11 @@ class Load:
     def title(self) -> str:
         """Return the checkpoint's name with the settings, as the name of a folder."""
         settings = [self.mode, f"tp{self.engine.serve.ranks}"]
-        return "-".join([title_of(self.name), *settings])
+        return "-".join([self.ref.file_name, *settings])
 
 
 def load_checkpoints(
-    names: Sequence[str],
+    refs: Sequence[SourceRef],
     engines: Sequence[EngineOptions],
     modes: Sequence[EngineMode],
     *,
@@ -61,20 +61,20 @@ def load_checkpoints(
     engine fails later, its report contains the error.
     """
     serves = [engine.serve for engine in engines]
-    for name in names:
-        if Path(name).is_dir():  # starting vLLM takes longer than this check
-            require_servable(Path(name), serves)
+    for ref in refs:
+        if isinstance(ref, Folder):  # starting vLLM takes longer than this check
+            require_servable(ref.path, serves)
     for python in dict.fromkeys(engine.vllm_python for engine in engines):
         require_vllm(python)
         in_python = [engine.serve for engine in engines if engine.vllm_python == python]
         require_arguments(in_python, python)
     on_progress = engines[0].on_progress
-    roots = {name: resolve_source(name, on_progress) for name in names}
+    roots = {ref: resolve_source(ref, on_progress) for ref in refs}
     for root in roots.values():
         require_servable(root, serves)
     loads = [
-        Load(name=name, root=roots[name], engine=engine, mode=mode)
-        for name in names
+        Load(ref=ref, root=roots[ref], engine=engine, mode=mode)
+        for ref in refs
         for engine in engines
         for mode in modes
     ]
@@ -107,16 +107,16 @@ def require_servable(root: Path, serves: Sequence[Serve]) -> None:
         require_heads(root, serve.ranks)
 
 
-def require_available(name: str, serves: Sequence[Serve]) -> None:
+def require_available(ref: ModelRef, serves: Sequence[Serve]) -> None:
     """Raise InputError if a model does not exist, or if vLLM cannot serve a local checkpoint.
 
     `serves` are the settings. A model on the hub must only exist: its config is downloaded, but not
     compared with the settings.
     """
-    if hub_name(name) is None:
-        require_servable(user_path(name), serves)
+    if isinstance(ref, HubName):
+        require_source(ref)
     else:
-        require_source(name)
+        require_servable(resolve_source(ref), serves)
 
 
 def _load(load: Load, run_dir: Path | None, *, overwrite: bool) -> LoadReport:
@@ -127,8 +127,8 @@ def _load(load: Load, run_dir: Path | None, *, overwrite: bool) -> LoadReport:
     serve = load.engine.serve.model_copy(update={"enforce_eager": load.mode == "eager"})
     started = replace(load.engine, serve=serve)
     role = f"load {load.root.name}"
-    model = RunModel(name=load.name, role=role, checkpoint=load.root)
-    given = Given(name=title_of(load.name), candidate=model, mode=load.mode)
+    model = RunModel(ref=load.ref, role=role, checkpoint=load.root)
+    given = Given(name=load.ref.title, candidate=model, mode=load.mode)
     try:
         with _folder(run_dir) as folder:
             run = Run(given, folder, started)
@@ -142,9 +142,11 @@ def _load(load: Load, run_dir: Path | None, *, overwrite: bool) -> LoadReport:
     except (VexportError, OSError):
         raise
     except Exception as error:
-        report = _crash_report(unexpected_error(error, f"the load of {load.name}"), "")
+        report = _crash_report(unexpected_error(error, f"the load of {load.ref}"), "")
     python = str(load.engine.vllm_python or "")
-    return replace(report, checkpoint=load.name, mode=load.mode, tp=serve.ranks, vllm_python=python)
+    return replace(
+        report, checkpoint=str(load.ref), mode=load.mode, tp=serve.ranks, vllm_python=python
+    )
 
 
 @contextmanager

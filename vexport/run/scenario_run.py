@@ -16,7 +16,7 @@ from vexport.formats.schemes import KEEP
 from vexport.inference.options import BASELINE, EngineOptions
 from vexport.inference.requested_tasks import require_tasks
 from vexport.judge.task_settings import require_valid_settings
-from vexport.names import user_path
+from vexport.names import Folder
 from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.plan.source import with_default_text
@@ -97,8 +97,8 @@ def _require_weights_found(scenario: Scenario, folder: Path) -> None:
     baseline = (evaluate.baseline if evaluate is not None else None) or scenario.source
     models = [folder / CHECKPOINT]
     is_on_server = evaluate is not None and evaluate.baseline_endpoint is not None
-    if not is_on_server and user_path(baseline).is_dir():
-        models.append(user_path(baseline))
+    if not is_on_server and isinstance(baseline, Folder) and baseline.path.is_dir():
+        models.append(baseline.path)
     attempt_all([(str(model), partial(require_weights_found, model)) for model in models])
 
 

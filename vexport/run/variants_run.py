@@ -9,11 +9,10 @@ from vexport.checkpoint.source import resolve_source
 from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, InputError
 from vexport.errors.extras import attempt_all
-from vexport.inference.endpoint.server import is_url
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.inference.requested_tasks import fetch_tasks, require_tasks
 from vexport.judge.task_settings import require_valid_settings
-from vexport.names import user_path
+from vexport.names import Server, SourceRef
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.reports.run_record import Report
 from vexport.run.directory import RUN_DIR, RunDirectory, logged_to, require_run_folder
@@ -35,7 +34,7 @@ class ComparedVariants:
 
 
 def compare_variants(
-    checkpoint: str,
+    checkpoint: SourceRef,
     variants: Variants,
     settings: Evaluate,
     folder: Path,
@@ -67,7 +66,7 @@ def compare_variants(
         directory = RunDirectory(folder)
         directory.begin(overwrite=overwrite)
         comparing = VariantComparison(
-            name=checkpoint,
+            ref=checkpoint,
             root=root,
             variants=matrix,
             settings=settings.model_copy(update={"baseline": None}),
@@ -76,7 +75,7 @@ def compare_variants(
         )
         with logged_to(folder):
             results = serve_variants(comparing)
-            model = RunModel(name=checkpoint, role=CANDIDATE, checkpoint=root)
+            model = RunModel(ref=checkpoint, role=CANDIDATE, checkpoint=root)
             report = variants_report(model, results.rows, directory.seconds)
             write_report(report, folder)
     return ComparedVariants(report=report, faults=results.faults)
@@ -93,23 +92,23 @@ def _sessions(folder: Path) -> Iterator[Path]:
 
 
 def _require_usable(
-    checkpoint: str, settings: Evaluate, options: EngineOptions, outputs: list[NamedPath]
+    checkpoint: SourceRef, settings: Evaluate, options: EngineOptions, outputs: list[NamedPath]
 ) -> None:
     """Raise errors for problems that can be found without a download or an engine."""
-    if is_url(checkpoint):
+    if isinstance(checkpoint, Server):
         raise InputError(
-            checkpoint,
+            str(checkpoint),
             got="the address of a server, whose settings cannot be changed from here",
             need="a checkpoint that vLLM serves on this machine",
             fix="give a folder or ORG/NAME, or compare two servers with `vexport eval`",
         )
-    inputs = [NamedPath(label="CHECKPOINT", path=user_path(checkpoint))]
+    inputs = [NamedPath(label="CHECKPOINT", path=checkpoint.path)]
     require_separate(outputs, [*inputs, *evaluation_inputs(settings, "--task")])
     require_run_folder(outputs[0].path)
     attempt_all(
         [
             ("tasks", partial(_require_tasks, settings, options)),
-            (checkpoint, partial(require_available, checkpoint, [Serve()])),
+            (str(checkpoint), partial(require_available, checkpoint, [Serve()])),
         ]
     )
 

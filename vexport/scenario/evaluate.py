@@ -24,6 +24,7 @@ from vexport.records.chosen_metric import parse_chosen_metric
 from vexport.records.margins import DEFAULT_MARGIN, DEFAULT_RELATIVE_MARGIN, parse_margin
 from vexport.records.values import MOST_COUNT, Positive
 from vexport.scenario.declaring import Key, Option
+from vexport.scenario.model_names import ModelSetting, SourceSetting
 from vexport.scenario.section import ScenarioSection, located_error
 
 SuiteName = Literal["quick", "standard", "code", "chat"]
@@ -363,7 +364,7 @@ class ModelSettings(ScenarioSection):
     """Settings that select the models. If they change, the models run again."""
 
     baseline: Annotated[
-        str | None,
+        ModelSetting | None,
         Key("The checkpoint to compare with.", unset="the source"),
     ] = None
     endpoint: Annotated[
@@ -375,7 +376,7 @@ class ModelSettings(ScenarioSection):
         Key("Address of a server that runs the baseline."),
     ] = None
     tokenizer: Annotated[
-        Text | None,
+        SourceSetting | None,
         Option(
             "Tokenizer of a served model: a folder or `ORG/NAME`.",
             "Servers",

@@ -13,7 +13,7 @@ from vexport.config_files import load_yaml
 from vexport.errors import InputError, InputErrors, clip, nearest_hint
 from vexport.errors.validation import UNKNOWN_KEY, ValidationProblem, validation_problems
 from vexport.files import read_json_object
-from vexport.names import user_path
+from vexport.names import SourceRef, parse_model, parse_source
 from vexport.outputs import RECIPE
 from vexport.records import GENERATION_KEYS
 from vexport.records.values import plural
@@ -173,7 +173,7 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
     def data(name: str) -> str:
         return absolute(name) if parse_data(name).kind == "path" else local(name)
 
-    source = with_revision(local(scenario.source), scenario.revision)
+    source = with_revision(parse_source(local(str(scenario.source))), scenario.revision)
     changes: dict[str, object] = {"source": source, "revision": None}
     if text := scenario.calibration:
         changes["calibration"] = text.with_paths(data)
@@ -184,7 +184,7 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
                 for name in evaluate.tasks
             ),
             "text": data(evaluate.text) if evaluate.text else None,
-            "baseline": local(evaluate.baseline) if evaluate.baseline else None,
+            "baseline": parse_model(local(str(evaluate.baseline))) if evaluate.baseline else None,
             "include_path": tuple(Path(absolute(path)) for path in evaluate.include_path),
         }
         changes["evaluate"] = evaluate.model_copy(update=update)
@@ -194,7 +194,7 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
     return scenario.model_copy(update=changes)
 
 
-def base_scenario(source: str, scheme: str, file: Path | None) -> Scenario:
+def base_scenario(source: SourceRef, scheme: str, file: Path | None) -> Scenario:
     """Return the scenario of a comparison of schemes, before each run sets its scheme.
 
     It is the scenario in `file` with the given source. Without a file, the scenario quantizes all
@@ -202,8 +202,7 @@ def base_scenario(source: str, scheme: str, file: Path | None) -> Scenario:
     """
     if file is not None:
         return read_scenario(file).model_copy(update={"source": source})
-    path = user_path(source)
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", path.resolve().name if path.is_dir() else path.name)
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", source.file_name)
     return Scenario(
         name=name.lstrip("._-") or "model",
         source=source,

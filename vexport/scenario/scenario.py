@@ -15,6 +15,7 @@ from pydantic import (
 from vexport.scenario.calibration import Calibration, Sensitivity
 from vexport.scenario.declaring import Key
 from vexport.scenario.evaluate import Evaluate
+from vexport.scenario.model_names import SourceSetting
 from vexport.scenario.planning import (
     KvCacheSetting,
     RevisionSetting,
@@ -57,7 +58,7 @@ class Scenario(ScenarioSection):
         ),
     ]
     source: Annotated[
-        str,
+        SourceSetting,
         Key("The unquantized model: a folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the hub."),
     ]
     revision: RevisionSetting = None

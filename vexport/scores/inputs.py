@@ -8,21 +8,27 @@ from functools import partial
 from pathlib import Path
 
 from vexport.calibration.data import require_rows
-from vexport.checkpoint.source import hub_name, parse_data, require_source
+from vexport.checkpoint.source import parse_data, require_source
 from vexport.errors.extras import attempt_all
 from vexport.inference.tasks import parse_task, task_files
-from vexport.names import is_results, user_path
+from vexport.names import HubName, ModelRef, ResultFiles, Server, user_path
 from vexport.outputs.replaceable import NamedPath
 from vexport.scenario import Calibration, Evaluate, Scenario
 
-_ADDRESSES = ("http://", "https://")
+
+def named_model(label: str, ref: ModelRef | None) -> Iterator[NamedPath]:
+    """Yield the path of a model, which outputs must not overlap. A server has none.
+
+    The name of a hub model becomes a path that does not exist.
+    """
+    if ref is not None and not isinstance(ref, Server):
+        yield NamedPath(label=label, path=ref.path)
 
 
 def evaluation_inputs(settings: Evaluate, label: str) -> Iterator[NamedPath]:
     """Yield the inputs of an evaluation besides the two models. `label` is the label of the tasks.
 
-    The inputs include a task's YAML includes, documents and code. The name of a hub model becomes a
-    path that does not exist.
+    The inputs include a task's YAML includes, documents and code.
     """
     for task in settings.tasks:
         for file in task_files(user_path(task)):
@@ -31,8 +37,7 @@ def evaluation_inputs(settings: Evaluate, label: str) -> Iterator[NamedPath]:
         yield NamedPath(label="text", path=parse_data(settings.text).path)
     for folder in settings.include_path:
         yield NamedPath(label="include_path", path=folder)
-    if settings.tokenizer:
-        yield NamedPath(label="tokenizer", path=user_path(settings.tokenizer))
+    yield from named_model("tokenizer", settings.tokenizer)
     drafter = (settings.speculative or "").partition("=")[2]
     if drafter:
         yield NamedPath(label="speculative", path=user_path(drafter))
@@ -42,22 +47,20 @@ def scenario_inputs(scenario: Scenario, file: Path | None) -> Iterator[NamedPath
     """Yield the inputs of a scenario's run. `file` is the scenario's file."""
     if file is not None:
         yield NamedPath(label="SCENARIO", path=file)
-    yield NamedPath(label="source", path=user_path(scenario.source))
+    yield from named_model("source", scenario.source)
     for path in scenario.calibration.paths if scenario.calibration else ():
         yield NamedPath(label="calibration.data", path=path)
     if scenario.evaluate:
         yield from evaluation_inputs(scenario.evaluate, "evaluate.tasks")
-        if scenario.evaluate.baseline:
-            yield NamedPath(label="evaluate.baseline", path=user_path(scenario.evaluate.baseline))
+        yield from named_model("evaluate.baseline", scenario.evaluate.baseline)
 
 
 def require_inputs(
-    models: Sequence[str], settings: Evaluate | None, calibration: Calibration | None = None
+    models: Sequence[ModelRef], settings: Evaluate | None, calibration: Calibration | None = None
 ) -> None:
     """Raise the errors for all missing models, tasks and texts at once.
 
-    `models` are folders, models of the hub, addresses or results of lm-eval. Texts must begin with
-    a row that can be read. All other contents are checked later.
+    Texts must begin with a row that can be read. All other contents are checked later.
     """
     checks = []
     if calibration is not None:
@@ -68,24 +71,18 @@ def require_inputs(
             checks.append((text.name, partial(require_rows, text)))
         if settings.tokenizer:
             models = [*models, settings.tokenizer]
-    checkpoints = [
-        name
-        for name in dict.fromkeys(models)
-        if not name.startswith(_ADDRESSES) and not is_results(name)
-    ]
-    local = [name for name in checkpoints if hub_name(name) is None]
-    checks += [(name, partial(require_source, name)) for name in local]
+    refs = [ref for ref in dict.fromkeys(models) if not isinstance(ref, Server | ResultFiles)]
+    on_hub = [ref for ref in refs if isinstance(ref, HubName)]
+    checks += [(str(ref), partial(require_source, ref)) for ref in refs if ref not in on_hub]
     attempt_all(checks)
     # Models of the hub are checked last: the hub may be slow or unreachable.
-    attempt_all(
-        [(name, partial(require_source, name)) for name in checkpoints if name not in local]
-    )
+    attempt_all([(str(ref), partial(require_source, ref)) for ref in on_hub])
 
 
 def require_scenario_inputs(scenario: Scenario) -> None:
     """Raise the errors for all missing inputs of a scenario at once."""
     settings = scenario.evaluate
-    models = [scenario.source]
+    models: list[ModelRef] = [scenario.source]
     if settings is not None and settings.baseline is not None:
         models.append(settings.baseline)
     require_inputs(models, settings, scenario.calibration)

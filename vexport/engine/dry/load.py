@@ -33,6 +33,7 @@ from vexport.engine.messages import (
 )
 from vexport.engine.session import NO_EMULATION, EngineFault, Worker, log_folder
 from vexport.formats.gpus import Card
+from vexport.names import SourceRef
 from vexport.records import (
     CellStatus,
     DryLoadReport,
@@ -469,7 +470,7 @@ def _report_or_fault(load: DryLoad, on_progress: OnProgress) -> DryLoadReport | 
 
 
 def dry_load_checkpoints(
-    names: Sequence[str],
+    refs: Sequence[SourceRef],
     pythons: Sequence[Path | None],
     *,
     tp: Sequence[int],
@@ -488,7 +489,7 @@ def dry_load_checkpoints(
     sequences that fit on each GPU. Raises the errors of `DryLoad`, and InputError if a checkpoint
     cannot be read.
     """
-    roots = [resolve_source(name, on_progress) for name in names]
+    roots = [resolve_source(ref, on_progress) for ref in refs]
     for root in roots:
         require_checkpoint(root)
         require_weights_found(root)
@@ -511,11 +512,11 @@ def dry_load_checkpoints(
     return [
         replace(
             reports[number],
-            checkpoint=name,
+            checkpoint=str(ref),
             vllm_python=str(python or ""),
             rooms=tuple(_gpu_rooms(reports[number].memory, gpus)),
         )
-        for number, name in enumerate(names)
+        for number, ref in enumerate(refs)
         for python, reports in zip(pythons, per_python, strict=True)
     ]
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vexport.checkpoint.hub import fetch, list_files, side_files
-from vexport.checkpoint.source import hub_name
 from vexport.errors import InputError, clip, visible
 from vexport.inference.endpoint.server import ServedModel, Server
 from vexport.inference.options import BASELINE, EngineOptions
-from vexport.names import HubName, user_path
+from vexport.names import Folder, HubName, SourceRef
 from vexport.records import PROGRESS_DETAIL
 from vexport.scenario import Evaluate
 
@@ -98,22 +97,18 @@ def _servers_tokenizer(where: str, server: Server) -> Path:
     return fetch(listing, side_files(listing.sizes))
 
 
-def _chosen_tokenizer(where: str, name: str) -> Path:
+def _chosen_tokenizer(where: str, ref: SourceRef) -> Path:
     """Return the folder of --tokenizer. Download it if it is a model on the hub."""
-    folder = user_path(name)
-    if folder.is_dir():
-        if not _has_tokenizer(folder):
-            got = f"no tokenizer in {folder}"
-            raise InputError(where, got=got, need=_TOKENIZER_NEEDED, fix=_GIVE_TOKENIZER)
-        return folder
-    try:
-        model = None if folder.is_absolute() else hub_name(name)
-    except InputError:
-        model = None
-    if model is None:
-        raise InputError(where, got=name, need=_PROMPTS_NEED, fix=_GIVE_TOKENIZER)
-    listing = list_files(model)
-    return fetch(listing, side_files(listing.sizes))
+    match ref:
+        case HubName():
+            listing = list_files(ref)
+            return fetch(listing, side_files(listing.sizes))
+        case Folder() if ref.path.is_dir():
+            if not _has_tokenizer(ref.path):
+                got = f"no tokenizer in {ref.path}"
+                raise InputError(where, got=got, need=_TOKENIZER_NEEDED, fix=_GIVE_TOKENIZER)
+            return ref.path
+    raise InputError(where, got=str(ref), need=_PROMPTS_NEED, fix=_GIVE_TOKENIZER)
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from vexport.checkpoint.hub import pinned_name
 from vexport.checkpoint.index import SourceIndex, find_quantization, read_index
 from vexport.checks.vllm.stored_schemes import stored_schemes
 from vexport.files import from_json, write_text
-from vexport.names import HubName, user_path
+from vexport.names import HubName, SourceRef
 from vexport.outputs.manifest import record
 from vexport.records import (
     Attribution,
@@ -49,7 +49,7 @@ from vexport.run.directory import (
     portable,
     rounding_of,
 )
-from vexport.run.given import Given, RunModel, title_of
+from vexport.run.given import Given, RunModel
 from vexport.run.judging import cause_of
 from vexport.run.stages import making, serving
 from vexport.run.stages.variants import compare_variants_of_run
@@ -243,7 +243,7 @@ def _source(run: Run) -> Source:
     root, name = run.index.root, run.scenario.source
     _, _, revision = (pinned_name(root) or "").partition("@")
     return Source(
-        name=portable(name),
+        name=portable(str(name)),
         id=source_name(name, root),
         revision=revision,
         card=inherited_card(root),
@@ -291,7 +291,7 @@ def variants_report(
 ) -> Report:
     """Return the report that only compares variants of a given checkpoint."""
     return Report(
-        name=title_of(checkpoint.name),
+        name=checkpoint.ref.title,
         outcome=outcome_of_variants(rows),
         reason=reason_of_variants(rows),
         call=_call(seconds),
@@ -340,19 +340,19 @@ def _call(seconds: Mapping[str, float]) -> Call:
     return Call(vexport=__version__, created=now(), command=command, seconds=seconds)
 
 
-def source_name(source: str, root: Path) -> str:
+def source_name(source: SourceRef, root: Path) -> str:
     """Return a model's id on the hub if it is known, otherwise the name of its folder.
 
     `source` is the scenario's name for the model. `root` is the model's folder on this machine.
     """
-    for path in (source, root.as_posix()):
+    for path in (str(source), root.as_posix()):
         if cached := _CACHED.search(path):
             return f"{cached[1]}/{cached[2]}"
-    if not user_path(source).exists() and (model := HubName.parse(source)):
-        return model.id
+    if isinstance(source, HubName):
+        return source.id
     parts = [part for part in root.resolve().parts if part != root.anchor]
     named = [part for part in parts if part.lower() not in _ROLES]
-    return (named or parts or [source])[-1]
+    return (named or parts or [str(source)])[-1]
 
 
 def size_by_kind(source: SourceIndex, written: SourceIndex) -> tuple[KindSize, ...]:

@@ -42,7 +42,7 @@ from vexport.judge.drift import drift_warnings
 from vexport.judge.drift import measure_drift as drift_between
 from vexport.judge.load_judgement import judge_by_reference
 from vexport.judge.task_settings import require_valid_settings
-from vexport.names import user_path
+from vexport.names import Folder, ResultFiles, Server, user_path
 from vexport.records import (
     CandidateKind,
     Drift,
@@ -112,7 +112,7 @@ def dry_load(run: Run) -> DryLoadReport:
     """Load the checkpoint dry for each GPU of the scenario and each tensor parallel size."""
     serve = run.options.serve
     (report,) = dry_load_checkpoints(
-        [str(run.checkpoint)],
+        [Folder.at(run.checkpoint)],
         [run.options.vllm_python],
         tp=serve.dry_ranks,
         sm=serve.capabilities,
@@ -167,8 +167,8 @@ def _model_inputs(run: Run, role: str) -> Digests:
     }
     if model.checkpoint is not None:
         digests[name] = folder_digest(model.checkpoint)
-    if model.url is not None:
-        digests[f"address of the {name}"] = value_digest([model.url, str(model.tokenizer)])
+    if isinstance(model.ref, Server):
+        digests[f"address of the {name}"] = value_digest([model.ref.url, str(model.tokenizer)])
         digests[f"model at the address of the {name}"] = value_digest(model.served)
     if role == CANDIDATE:  # some documents run twice if there is no session of the baseline
         digests["kind of baseline"] = value_digest("accepted" if run.given.against else "model")
@@ -230,19 +230,19 @@ def _source(run: Run, role: str) -> ResponseSource:
     on this machine (see `_serve`).
     """
     model = _model(run, role)
-    if model.answers is not None:
-        return ExistingResults(results=model.answers)
-    if model.url is None:
+    if isinstance(model.ref, ResultFiles):
+        return ExistingResults(results=model.ref.path)
+    if not isinstance(model.ref, Server):
         return _engine(run, role)
     if model.checkpoint is None:
         assert model.tokenizer is not None
         folder, is_trusted = model.tokenizer, model.trust_tokenizer
     else:
-        tokenizer = tokenizer_of(role, model.url, run.evaluation, run.options, model.checkpoint)
+        tokenizer = tokenizer_of(role, model.ref.url, run.evaluation, run.options, model.checkpoint)
         folder, is_trusted = tokenizer.folder, tokenizer.is_trusted
     return EndpointSource(
         role=model.role,
-        url=model.url,
+        url=model.ref.url,
         tokenizer=folder,
         options=run.options,
         trust_tokenizer=is_trusted,
@@ -277,7 +277,7 @@ def _serve(run: Run, role: str) -> ServedSession:
     questions = _questions(run, role)
     folder = run.place(role)
     clear_session(folder, run.root)
-    if model.url is None or model.checkpoint is None:
+    if not isinstance(model.ref, Server) or model.checkpoint is None:
         served = _source(run, role).get_responses(questions, folder).served
     else:
         without_tasks = questions.evaluate.model_copy(update={"tasks": ()})
@@ -498,7 +498,7 @@ def _other_warnings(run: Run) -> tuple[str, ...]:
 def _candidate_kind(run: Run) -> CandidateKind:
     """Return what the candidate is, for the names of columns in reports."""
     model = _model(run, CANDIDATE)
-    if model.answers is not None:
+    if isinstance(model.ref, ResultFiles):
         return "candidate"
     if model.checkpoint is None:
         return "server"

@@ -30,12 +30,13 @@ from vexport.errors import (
 from vexport.files import digest_bytes, from_json, to_json, write_text
 from vexport.inference.answers import ServedSession
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
+from vexport.names import Folder, SourceRef
 from vexport.outputs.manifest import is_recorded, record
 from vexport.records import ComparedVariant, VariantOutcome
 from vexport.records.values import PROGRESS_DETAIL
 from vexport.run.comparison import reported_kl, worst_task
 from vexport.run.directory import Digests, Run, RunDirectory, Stage
-from vexport.run.given import Given, RunModel
+from vexport.run.given import Given, RunModel, variant_name
 from vexport.run.stages.order import COMPARISON_STAGES, PREPARATION_STAGES
 from vexport.run.stages.serving import (
     SESSION,
@@ -87,12 +88,12 @@ class VariantResults:
 class VariantComparison:
     """A checkpoint, its variants, and the place of their responses.
 
-    `name` is the checkpoint's name in the command or scenario, and `root` its folder. The responses
+    `ref` is the checkpoint in the command or scenario, and `root` its folder. The responses
     are in the folder `results_folder` of the run directory `directory`, or in the run directory
     itself if `results_folder` is "".
     """
 
-    name: str
+    ref: SourceRef
     root: Path
     variants: Sequence[Variant]
     settings: Evaluate
@@ -111,7 +112,7 @@ class VariantComparison:
 
     def _run(self, baseline: Variant, variant: Variant, candidate_folder: str) -> Run:
         given = Given(
-            name=self.name,
+            name=str(self.ref),
             candidate=self._model(variant, variant_name(variant)),
             baseline=self._model(baseline, BASELINE),
             evaluate=_with_same_rows(self.settings, self.variants),
@@ -122,8 +123,7 @@ class VariantComparison:
         return Run(given, self.directory.root, self.options, directory=self.directory)
 
     def _model(self, variant: Variant, role: str) -> RunModel:
-        name = f"{self.name} ({variant_name(variant)})"
-        return RunModel(name=name, role=role, checkpoint=self.root, variant=variant)
+        return RunModel(ref=self.ref, role=role, checkpoint=self.root, variant=variant)
 
 
 def _with_same_rows(settings: Evaluate, variants: Sequence[Variant]) -> Evaluate:
@@ -136,14 +136,6 @@ def _with_same_rows(settings: Evaluate, variants: Sequence[Variant]) -> Evaluate
         return settings
     tokens = max(2, min(settings.text_tokens, min(lengths) - 1))
     return settings.model_copy(update={"text_tokens": tokens})
-
-
-def variant_name(variant: Variant) -> str:
-    """Return the name of a variant in messages: its setting, and its version of vLLM."""
-    if not variant.has_other_vllm:
-        return variant.setting
-    version = installed_text(variant.vllm_python)
-    return f"{variant.setting} with vLLM {version or variant.vllm_python}"
 
 
 def folder_names(variants: Sequence[Variant]) -> list[str]:
@@ -443,7 +435,7 @@ def compare_variants_of_run(run: Run) -> VariantResults:
     assert variants is not None
     without_addresses = {"baseline": None, "endpoint": None, "baseline_endpoint": None}
     comparing = VariantComparison(
-        name=str(run.checkpoint),
+        ref=Folder.at(run.checkpoint),
         root=run.checkpoint,
         variants=variants.matrix(run.options.serve, run.options.vllm_python),
         settings=run.evaluation.model_copy(update=without_addresses),
