@@ -1,7 +1,7 @@
 """Load lm-eval's tasks as data, and download their documents before any engine starts.
 
-A task may need documents, packages, metrics from the hub, or data of NLTK. If one of these is
-missing, an error names the remedy.
+A task may need documents, packages, or metrics from the hub. If one of these is missing, an error
+names the remedy.
 
 `python -m vexport.inference.task_data REQUEST.json RESULT.json` is the worker that downloads. It
 imports lm-eval and datasets, but not vLLM.
@@ -12,7 +12,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -406,7 +406,6 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
     report(STAGE, 0, total)
     manager = task_manager(request)
     for number, task in enumerate(request.tasks):
-        before = set(sys.modules)
         sandbox = nullcontext() if request.trust_remote_code else tasks_as_data()
         thinks = bool(request.lm_eval.enable_thinking)
         generating = generating_tasks_only() if thinks else nullcontext()
@@ -421,7 +420,6 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
         except VexportError as error:
             yield error
             yield from _data_problem(task, _settings(task, manager), report, folders)
-        yield from _nltk_problem(task, before)
     report(STAGE, total, total)
 
 
@@ -484,28 +482,6 @@ def _data_problem(
             task.download(dict(kwargs) if isinstance(kwargs, Mapping) else None)
     except VexportError as error:
         yield error
-
-
-def _nltk_problem(task: str, before: Collection[str]) -> Iterator[EnvironmentFault]:
-    """Yield an error if a task needs NLTK's punkt_tab and it is missing.
-
-    `before` are the names of the modules imported before the task. Only newer modules are examined.
-    Without a network, NLTK's download fails silently, and the task would fail after the model has
-    run all prompts.
-    """
-    new = [module for name, module in [*sys.modules.items()] if name not in before]
-    # hasattr would import lazy modules.
-    if not any("download_nltk_resources" in vars(module) for module in new):
-        return
-    try:
-        sys.modules["nltk"].data.find("tokenizers/punkt_tab")
-    except LookupError:
-        got = "NLTK's punkt_tab, which splits text into sentences, is missing"
-        fix = (
-            "download it on a machine with a network (`python -m nltk.downloader punkt_tab`), and "
-            "copy the folder nltk_data from there"
-        )
-        yield EnvironmentFault(f"task {task}", got=got, need="", fix=fix)
 
 
 if __name__ == "__main__":
