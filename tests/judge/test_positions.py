@@ -34,15 +34,15 @@ def ramp(start: int) -> torch.Tensor:
 
 
 def pair(
-    folder: Path, *, start: int = 200, noise: float = 1.0, again: float = 0.0, top: int | None = 40
+    folder: Path, *, start: int = 200, noise: float = 1.0, again: float = 0.0
 ) -> tuple[ServedSession, ServedSession]:
     """Return a baseline, and a candidate whose logits get worse from the token `start` on."""
     rows, logits, generator = random_text(ROWS, TOKENS, VOCABULARY)
     other = logits + noise * ramp(start) * torch.randn(logits.shape, generator=generator)
     second = logits + again * torch.randn(logits.shape, generator=generator)
     return (
-        session(folder / "a", rows, logits, top=top, again=second if top else None),
-        session(folder / "b", rows, other, top=top),
+        session(folder / "a", rows, logits, top=40, again=second),
+        session(folder / "b", rows, other, top=40),
     )
 
 
@@ -175,28 +175,6 @@ def test_padded_vocabulary_is_compared_by_a_lower_bound(tmp_path: Path, top: int
         verdict = decide_on_text("t", *sides, SETTINGS)
         assert verdict.outcome == "PASS"
         assert text_of(verdict).limits[0].value < 1e-5
-
-
-def test_sessions_of_older_versions_are_read(tmp_path: Path) -> None:
-    old, new = pair(tmp_path, start=20, noise=0.02, top=None)
-    verdict = decide_on_text("t", old, new, SETTINGS)
-    text = text_of(verdict)
-    assert verdict.outcome == "PASS"
-    assert "only the first 64 tokens" in verdict.warnings[0]
-    assert text.positions == ROWS * 63
-    assert [len(bucket.limits) for bucket in text.buckets] == [2, 1, 1]
-    assert text.curve[-1].kl is None
-    assert "not measured" in render_verdicts([verdict], "text")
-
-
-def test_reports_of_older_versions_are_shown(tmp_path: Path) -> None:
-    old, new = pair(tmp_path)
-    verdict = decide_on_text("t", old, new, SETTINGS)
-    limits = tuple(replace(limit, bucket=None) for limit in text_of(verdict).limits)
-    before = replace(text_of(verdict), buckets=(), curve=(), limits=limits)
-    page = render_verdicts([replace(verdict, text=before)], "html")
-    assert "KL to the baseline" in page
-    assert "NLL by position" not in page
 
 
 def test_all_formats_show_buckets(tmp_path: Path) -> None:

@@ -19,14 +19,14 @@ def session(
     logits: torch.Tensor,
     *,
     beginning: int = 64,
-    top: int | None = None,
+    top: int,
     again: torch.Tensor | None = None,
     is_server: bool = False,
 ) -> ServedSession:
     """Return a session. `logits` has the shape (rows, tokens - 1, vocabulary).
 
     The files have the whole vocabulary for the `beginning` of each row, and the `top` most likely
-    tokens at all places. Without `top`, they have no most likely tokens, as in older versions.
+    tokens at all places.
     `again` has the logits of the second reading.
     """
     folder.mkdir()
@@ -53,20 +53,15 @@ def session(
 
 
 def _scores(
-    prefix: str, number: int, row: tuple[int, ...], table: torch.Tensor, top: int | None
+    prefix: str, number: int, row: tuple[int, ...], table: torch.Tensor, top: int
 ) -> dict[str, torch.Tensor]:
     own = torch.tensor(row[1:])[:, None]
-    scores = {
-        f"{prefix}nll.{number}": -table.gather(1, own)[:, 0],
-        f"{prefix}likeliest.{number}": table.argmax(-1),
-    }
-    if top is None:
-        return scores
     best = table.topk(top).indices
     tokens = torch.cat([own, best.masked_fill(best == own, -1)], dim=1)
     logprobs = table.gather(1, tokens.clamp(min=0)).masked_fill(tokens < 0, math.nan)
     return {
-        **scores,
+        f"{prefix}nll.{number}": -table.gather(1, own)[:, 0],
+        f"{prefix}likeliest.{number}": table.argmax(-1),
         f"{prefix}tokens.{number}": tokens.to(torch.int32),
         f"{prefix}logprobs.{number}": logprobs,
     }

@@ -104,13 +104,14 @@ def test_links_in_a_circle(tmp_path: Path) -> None:
     ("line", "rule"),
     [
         ("17", rules.JSON_OBJECT),
+        ('{"b": {"te', rules.JSON),
         ('[["k", {}]]', rules.JSON_OBJECT),
         ("[" * 9000, rules.DEPTH),
     ],
 )
 def test_journal_lines_are_objects(line: str, rule: Rule, tmp_path: Path) -> None:
     answers = {"a": {"text": "2"}}
-    file = json_rows(tmp_path / "answers.jsonl", answers, '{"b": {"te', {"c": "3\ud800"})
+    file = json_rows(tmp_path / "answers.jsonl", answers, {"c": "3\ud800"})
     assert StoredResponses(file) == {**answers, "c": "3?"}
     json_rows(file, answers, line)
     with pytest.raises(InputError) as caught:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vexport.engine.messages import ANSWERS
-from vexport.errors import InputError
 from vexport.files import require_no_device
 from vexport.foreign import json_object
 from vexport.outputs.manifest import is_recorded, record
@@ -41,10 +40,9 @@ def answer_to_json(text: str, finish_reason: str | None) -> Json:
 
 
 def answer_from_json(answer: Json) -> FinishedText:
-    """Read a response from `answer_to_json`, or plain text from older versions."""
-    if isinstance(answer, dict):
-        return FinishedText(str(answer.get("text", "")), str(answer.get("finish_reason", "")))
-    return FinishedText(str(answer), "")
+    """Read a response from `answer_to_json`."""
+    stored = answer if isinstance(answer, dict) else {}
+    return FinishedText(str(stored.get("text", "")), str(stored.get("finish_reason", "")))
 
 
 class StoredResponses(dict[str, Json]):
@@ -66,11 +64,7 @@ class StoredResponses(dict[str, Json]):
         if file is not None and len(whole) < len(content):
             os.truncate(file, len(whole))
         for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                self.update(json_object(line, f"{file}:{number}", "responses by prompt"))
-            except InputError:
-                if _is_json(line):  # older versions did not remove incomplete lines
-                    raise
+            self.update(json_object(line, f"{file}:{number}", "responses by prompt"))
 
     def add(self, answers: Mapping[str, Json]) -> None:
         """Store responses."""
@@ -81,17 +75,6 @@ class StoredResponses(dict[str, Json]):
         with self._file.open("a", encoding="utf-8") as file:
             for key, answer in answers.items():
                 file.write(f"{json.dumps({key: answer})}\n")
-
-
-def _is_json(line: bytes) -> bool:
-    """Return True if a line is JSON, or is nested too deeply to be parsed."""
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    except RecursionError:
-        pass
-    return True
 
 
 def open_stored_responses(output: Path, identity: str) -> StoredResponses:

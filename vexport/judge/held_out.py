@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy import stats
 
-from vexport.engine.messages import KL_TOKENS
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive
 from vexport.files import digest_bytes
 from vexport.inference.answers import ServedSession
@@ -102,7 +101,7 @@ def decide_on_text(
         alpha=settings.alpha,
         method=METHOD,
         tasks=(),
-        warnings=tuple(_warnings(text)),
+        warnings=(LATE_FAILURE_HINT,) if text.fails_late else (),
         device=engine.device if engine else "",
         text=text,
     )
@@ -132,7 +131,6 @@ def _measure_text(
         digest=digest_bytes(repr(baseline.rows).encode())[:_DIGITS],
         rows=len(rows),
         tokens=len(old),
-        positions=sum(len(row.kl) for row in rows),
         baseline_nll=float(old.mean()),
         candidate_nll=float(new.mean()),
         top1_agreement=float(agreement.mean()),
@@ -181,16 +179,13 @@ def _bucket_values(
 ) -> Iterator[tuple[TextMeasure, Scores, float]]:
     """Yield (measure, means, limit) for each measure of a bucket.
 
-    The array of means has a value for each row. The KL is skipped if it was not measured at these
-    tokens.
+    The array of means has a value for each row.
     """
-    kls = row_means([row.kl for row in rows], span)
-    if len(kls):
-        is_exact = all(row.exact >= min(span.places.stop, len(row.kl)) for row in rows)
-        measure: TextMeasure = (
-            "KL to the baseline" if is_exact else "lower bound of the KL to the baseline"
-        )
-        yield measure, kls, settings.kl_limit
+    is_exact = all(row.exact >= min(span.places.stop, len(row.kl)) for row in rows)
+    measure: TextMeasure = (
+        "KL to the baseline" if is_exact else "lower bound of the KL to the baseline"
+    )
+    yield measure, row_means([row.kl for row in rows], span), settings.kl_limit
     rises = row_means([row.candidate_nll - row.baseline_nll for row in rows], span)
     yield "rise of the NLL", rises, settings.nll_limit
 
@@ -243,7 +238,7 @@ def _curve(rows: Sequence[ComparedRow], again: Sequence[ComparedRow]) -> Iterato
             end=span.end,
             baseline_nll=float(joined([row.baseline_nll for row in rows], span).mean()),
             candidate_nll=float(joined([row.candidate_nll for row in rows], span).mean()),
-            kl=float(kls.mean()) if len(kls) else None,
+            kl=float(kls.mean()),
             noise=float(noise.mean()) if len(noise) else None,
         )
 
@@ -278,17 +273,6 @@ def _require_steady(role: str, side: ServedSession, text: TextVerdict, kl_limit:
         fix="use a single kind of GPU; try VLLM_BATCH_INVARIANT=1 or fewer sequences at once "
         "(--max-num-seqs)",
     )
-
-
-def _warnings(text: TextVerdict) -> Iterator[str]:
-    """Yield a hint on the cause if only later tokens fail, and a warning about old results."""
-    if text.fails_late:
-        yield LATE_FAILURE_HINT
-    if text.positions < text.tokens:
-        yield (
-            f"the KL covers only the first {KL_TOKENS} tokens of each row, because an older "
-            "version of vexport read the text; --overwrite reads it again"
-        )
 
 
 def acceptance_loss(baseline: Sequence[DraftCounts], candidate: Sequence[DraftCounts]) -> Scores:

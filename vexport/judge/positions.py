@@ -66,9 +66,8 @@ class ComparedRow:
     token.
 
     `kl` is KL(baseline || candidate) in nats. It is exact at the first `exact` places, and a lower
-    bound at all later places. `kl` is shorter than the other arrays if the KL was not measured at
-    the last places. `changed` is 1 if the likeliest tokens of the two models differ at a place,
-    else 0.
+    bound at all later places. `changed` is 1 if the likeliest tokens of the two models differ at a
+    place, else 0.
     """
 
     kl: Scores
@@ -171,15 +170,12 @@ def compare_repeated(session: ServedSession) -> Iterator[ComparedRow]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScoredRow:
-    """One model's scores of a row, as in `RowScores`.
-
-    `tokens` and `logprobs` are None in files of older versions of vexport.
-    """
+    """One model's scores of a row, as in `RowScores`."""
 
     nll: torch.Tensor
     likeliest: torch.Tensor
-    tokens: torch.Tensor | None
-    logprobs: torch.Tensor | None
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
 
 
 @contextmanager
@@ -190,13 +186,11 @@ def _open_tensors(file: Path) -> Iterator[TensorFile]:
 
 
 def _scored_row(scores: TensorFile, prefix: str, number: int) -> _ScoredRow:
-    names = set(scores.keys())
-    has_tokens = f"{prefix}tokens.{number}" in names
     return _ScoredRow(
         nll=scores.get_tensor(f"{prefix}nll.{number}"),
         likeliest=scores.get_tensor(f"{prefix}likeliest.{number}"),
-        tokens=scores.get_tensor(f"{prefix}tokens.{number}") if has_tokens else None,
-        logprobs=scores.get_tensor(f"{prefix}logprobs.{number}") if has_tokens else None,
+        tokens=scores.get_tensor(f"{prefix}tokens.{number}"),
+        logprobs=scores.get_tensor(f"{prefix}logprobs.{number}"),
     )
 
 
@@ -214,11 +208,8 @@ def _kl_of_likeliest(old: _ScoredRow, new: _ScoredRow) -> tuple[torch.Tensor, bo
     """Return the KL at each place of a row, and whether it is over the whole vocabulary.
 
     If a model did not list the whole vocabulary, the KL is a lower bound. All tokens that one of
-    the models did not list are then merged into a single token. If a model listed no tokens at all,
-    the returned tensor is empty.
+    the models did not list are then merged into a single token.
     """
-    if old.tokens is None or new.tokens is None or old.logprobs is None or new.logprobs is None:
-        return torch.zeros(0, dtype=torch.float64), False
     has_same_width = old.tokens.shape == new.tokens.shape
     is_whole = has_same_width and _is_whole(old.tokens) and _is_whole(new.tokens)
     measure = kl_divergence if is_whole else least_kl

@@ -543,15 +543,15 @@ class TextBucket:
 class TextPoint:
     """A point of the curves over positions: means over the tokens `start` to `end` - 1 of each row.
 
-    `noise` is the KL between two readings of the same rows by the baseline. `kl` and `noise` are
-    None if they were not measured at these tokens.
+    `noise` is the KL between two readings of the same rows by the baseline. It is None if it was
+    not measured at these tokens.
     """
 
     start: int
     end: int
     baseline_nll: float
     candidate_nll: float
-    kl: float | None
+    kl: float
     noise: float | None = None
 
 
@@ -560,21 +560,17 @@ class TextVerdict:
     """Both models' log-probabilities of held-out text. Without tasks, they decide the outcome.
 
     The NLLs are means over `tokens`. `top1_agreement` is the share of these tokens at which both
-    models have the same likeliest token, with a two-sided 1 - 2*alpha interval over rows. The KL
-    was measured at `positions` of these tokens. `limits` has the worst bucket of each measure.
-    `acceptance` has the acceptance lengths of drafts that continue the rows. It is None without
-    speculative decoding.
+    models have the same likeliest token, with a two-sided 1 - 2*alpha interval over rows. `limits`
+    has the worst bucket of each measure. `acceptance` has the acceptance lengths of drafts that
+    continue the rows. It is None without speculative decoding.
 
-    `buckets` groups the tokens of a row by position. `curve` has smaller groups, for a chart. Both
-    are empty in reports of older versions. In those reports, `limits` covers all tokens of a row,
-    and the KL covers its first 64 tokens.
+    `buckets` groups the tokens of a row by position. `curve` has smaller groups, for a chart.
     """
 
     data: str
     digest: str
     rows: int
     tokens: int
-    positions: int
     baseline_nll: float
     candidate_nll: float
     top1_agreement: float
@@ -582,8 +578,8 @@ class TextVerdict:
     top1_high: float | None
     limits: tuple[TextLimit, ...]
     acceptance: AcceptanceLengths | None = None
-    buckets: tuple[TextBucket, ...] = ()
-    curve: tuple[TextPoint, ...] = ()
+    buckets: tuple[TextBucket, ...]
+    curve: tuple[TextPoint, ...]
 
     @property
     def fails_late(self) -> bool:

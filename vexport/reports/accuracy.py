@@ -401,8 +401,7 @@ def text_table(verdict: Verdict, text: TextVerdict) -> doc.Table:
         )
     caption = (
         f"{text.data} ({text.digest}): {plural(text.rows, 'row')}, {count(text.tokens)} "
-        f"tokens, the KL of "
-        f"{count(text.positions)} of them over {_compared_tokens(text)}; "
+        f"tokens, the KL over {_compared_tokens(text)}; "
         f"NLL {small(text.baseline_nll)} and {small(text.candidate_nll)}; "
         f"the likeliest token is the same at "
         f"{percent(text.top1_agreement)} "
@@ -414,8 +413,7 @@ def text_table(verdict: Verdict, text: TextVerdict) -> doc.Table:
 
 def _compared_tokens(text: TextVerdict) -> str:
     """Return the part of the vocabulary over which the KL was computed, in words."""
-    limits = [limit for bucket in text.buckets for limit in bucket.limits] or text.limits
-    measures = {limit.measure for limit in limits}
+    measures = {limit.measure for bucket in text.buckets for limit in bucket.limits}
     likeliest = (
         "the likeliest tokens of both models, with all other tokens counted as one token (a lower "
         "bound)"

@@ -25,12 +25,7 @@ _AXIS_MARGIN = 0.08
 
 
 def position_parts(text: TextVerdict, candidate: str = "quantized") -> tuple[doc.Part, ...]:
-    """Return the buckets and the curves. Reports of older versions have neither.
-
-    `candidate` is the name of the candidate's curves.
-    """
-    if not text.buckets:
-        return ()
+    """Return the buckets and the curves. `candidate` is the name of the candidate's curves."""
     return parts(bucket_table(text), _charts(text, candidate))
 
 
@@ -54,8 +49,7 @@ def bucket_table(text: TextVerdict) -> doc.Table:
 def _bucket_row(bucket: TextBucket) -> Iterator[TableCell]:
     yield TableCell(f"{bucket.start:,}-{bucket.end:,}", f"{count(bucket.tokens)} in all rows")
     yield badge(bucket.outcome)
-    kls = [limit for limit in bucket.limits if not limit.is_rise]
-    yield _limit_cell(kls[0]) if kls else TableCell("not measured")
+    yield from (_limit_cell(limit) for limit in bucket.limits if not limit.is_rise)
     yield TableCell(small(bucket.baseline_nll))
     yield from (_limit_cell(limit) for limit in bucket.limits if limit.is_rise)
     interval = percent_interval(bucket.changed_low, bucket.changed_high)

@@ -34,11 +34,10 @@ COUNTERS = (
 )
 # Maximum number of seconds until the server counts a finished request.
 _COUNTED_SECONDS = 10.0
-TEXT: Mapping[str, Json] = {"logprobs": _TOP_LOGPROBS, "form": "packed"}
+TEXT: Mapping[str, Json] = {"logprobs": _TOP_LOGPROBS}
 """Marks a question for a row of a text, whose response has the log-probabilities at each place.
 
-These are not parameters of the server's API. They are a part of the key of the stored response, so
-`form` separates it from responses that older versions stored in another form.
+These are not parameters of the server's API. They are a part of the key of the stored response.
 """
 # Maximum number of tokens of rows in open requests. The response takes about 1 KB per token until
 # it is parsed.
