@@ -14,6 +14,7 @@ from vexport.names import (
     parse_model,
     parse_source,
     user_path,
+    user_text,
 )
 
 RESULTS = "results_2026-01-01T00-00-00.000000.json"
@@ -93,3 +94,17 @@ def test_title_and_file_name(
 def test_empty_name_is_refused() -> None:
     with pytest.raises(InputError, match="no text"):
         parse_model("")
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("gsm8k", "gsm8k"),
+        ("./sums.yaml", "./sums.yaml"),
+        ("~/a=b.yaml", "{home}/a=b.yaml"),
+        ("eagle3=~/draft", "eagle3={home}/draft"),
+        ("eagle3=acme/draft", "eagle3=acme/draft"),
+    ],
+)
+def test_home_folder_in_text(here: Path, text: str, path: str) -> None:
+    assert user_text(text) == path.format(home=here / "home")

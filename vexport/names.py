@@ -178,6 +178,15 @@ def user_path(name: str | Path) -> Path:
         ) from None
 
 
+def user_text(name: str) -> str:
+    """Return text that may be a path, with the home folder in place of `~`.
+
+    The path may also follow `METHOD=`, the method of speculative decoding.
+    """
+    method, equals, path = ("", "", name) if name.startswith("~") else name.partition("=")
+    return f"{method}{equals}{user_path(path)}" if path.startswith("~") else name
+
+
 def _is_accepted(path: Path) -> bool:
     if path.suffix != ".json" or not path.is_file():
         return False
@@ -211,8 +220,3 @@ def _is_result(file: Path) -> bool:
 def run_name(file: Path) -> str:
     """Return the part of a result file's name before the date: `results`, or the run's name."""
     return TIMESTAMP.sub("", file.name).removesuffix("_")
-
-
-def is_results(name: str) -> bool:
-    """Return True if the name of a model is a result file of lm-eval, or a folder with results."""
-    return isinstance(parse_model(name), ResultFiles)

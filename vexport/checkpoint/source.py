@@ -64,23 +64,17 @@ _PARTIAL_CONTENT = 206
 class DataName:
     """A parsed name of calibration data: a local path, a dataset on the hub, or `default`.
 
-    `name` is the whole name. `hub` and `split` are for a dataset on the hub. `column` is for a path
+    `name` is the whole name. `path` is the local file or folder of the data, and only meaningful if
+    `kind` is "path". `hub` and `split` are for a dataset on the hub. `column` is for a path
     or a dataset.
     """
 
     kind: Literal["path", "hub", "default"]
     name: str
+    path: Path
     hub: HubName | None = None
     split: str | None = None
     column: str | None = None
-
-    @property
-    def path(self) -> Path:
-        """Local file or folder of the data. Only meaningful if `kind` is "path"."""
-        ends_with_column = self.kind == "path" and self.column is not None
-        return user_path(
-            self.name.removesuffix(f":{self.column}") if ends_with_column else self.name
-        )
 
 
 def parse_data(name: str) -> DataName:
@@ -89,20 +83,27 @@ def parse_data(name: str) -> DataName:
     It is a path if the file exists, or if the name cannot be anything else. PATH:COLUMN is a path,
     too.
     """
+    whole = user_path(name)
     if name == DEFAULT:
-        return DataName(kind="default", name=name)
-    if user_path(name).exists():
-        return DataName(kind="path", name=name)
-    path, _, column = name.rpartition(":")
-    if column and path and (path.endswith(SUFFIXES) or user_path(path).is_file()):
-        return DataName(kind="path", name=name, column=column)
+        return DataName(kind="default", name=name, path=whole)
+    if whole.exists():
+        return DataName(kind="path", name=name, path=whole)
+    text, _, column = name.rpartition(":")
+    path = user_path(text)
+    if column and text and (text.endswith(SUFFIXES) or path.is_file()):
+        return DataName(kind="path", name=name, path=path, column=column)
     match = _HUB.fullmatch(name)
     hub = HubName.parse(match["id"]) if match else None
     if match and hub and not name.startswith((".", "~", "/")) and not name.endswith(SUFFIXES):
         return DataName(
-            kind="hub", name=name, hub=hub, split=match["split"] or None, column=match["column"]
+            kind="hub",
+            name=name,
+            path=whole,
+            hub=hub,
+            split=match["split"] or None,
+            column=match["column"],
         )
-    return DataName(kind="path", name=name)
+    return DataName(kind="path", name=name, path=whole)
 
 
 def not_served_here(server: Server) -> InputError:

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from vexport.cli.positional import folder_advice
 from vexport.errors import InputError, InputErrors, clip, did_you_mean
-from vexport.names import ModelRef, Server, user_path
+from vexport.names import ModelRef, Server, user_path, user_text
 from vexport.records.options import Heading
 from vexport.records.values import MOST_COUNT
 from vexport.version import parse_version, short_version
@@ -475,11 +475,11 @@ def _paths_read(context: click.Context, parameter: click.Parameter) -> "Iterator
         elif isinstance(each, ModelRef) and not isinstance(each, Server):
             yield each.path
         elif isinstance(each, str) and parameter.name == SPECULATIVE:
-            yield from [user_path(folder)] if (folder := each.partition("=")[2]) else []
+            yield from [Path(folder)] if (folder := each.partition("=")[2]) else []
         elif isinstance(each, str) and parameter.name in DATA:
             yield parse_data(each).path
-        elif isinstance(each, str) and parameter.name in FILES and user_path(each).is_file():
-            yield user_path(each)
+        elif isinstance(each, str) and parameter.name in FILES and Path(each).is_file():
+            yield Path(each)
 
 
 def format_option(formats: tuple[str, ...] = FORMATS, names: str = "-o --output") -> Decorator:
@@ -564,7 +564,8 @@ gpu_option = option(
 speculative_option = option(
     "--speculative",
     "Speculative decoding to support: mtp, or eagle3=FOLDER.",
-    metavar="METHOD",
+    user_text,
+    "METHOD",
     heading="vLLM",
     default="",
 )

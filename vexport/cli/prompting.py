@@ -14,7 +14,7 @@ import click
 from vexport.cli.arguments import parse_json
 from vexport.cli.options import FOLDER, option
 from vexport.cli.settings import Syntax
-from vexport.names import parse_source
+from vexport.names import parse_source, user_text
 from vexport.records import BatchSize, Scalar
 from vexport.records.chosen_metric import CHOSEN_METRIC_NEED, parse_chosen_metric
 from vexport.records.margins import EVERY_TASK, MarginSetting, MarginValue, parse_margin
@@ -125,12 +125,13 @@ def _tasks(
     names: list[str] = []
     for value in values:
         parts = [value] if Path(value).exists() else value.split(",")
-        names += [part.strip() for part in parts if part.strip()]
+        names += [user_text(part.strip()) for part in parts if part.strip()]
     return tuple(names)
 
 
 EVALUATE_SYNTAXES: Mapping[str, Syntax] = {
     "tokenizer": Syntax(whole=parse_source),
+    "speculative": Syntax(whole=user_text),
     "tasks": Syntax(combine=_tasks),
     "gen_kwargs": Syntax(combine=_generation),
     "gate": Syntax(combine=_gates),

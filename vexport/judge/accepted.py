@@ -28,6 +28,7 @@ from vexport.inference.questions import DIGEST_LENGTH, QuestionDigests, question
 from vexport.judge.lost import count_answers, lost_answers_text
 from vexport.judge.margins import margins_to_store, with_margins
 from vexport.judge.pairs import Choice, TaskPair, gated_tasks
+from vexport.names import ACCEPTED_KEY
 from vexport.records import AcceptedBaseline
 from vexport.records.chosen_metric import direction_name, parse_chosen_metric
 from vexport.records.margins import MarginSetting, MarginValue, margins_by_task
@@ -46,7 +47,6 @@ LINE = 100
 """Number of documents in a line."""
 WHOLE = "."
 """Letter of a response that was not cut, is not empty, and contains an answer."""
-_KIND = "vexport_baseline"
 # Decimals of a stored mean score, and the largest difference that can come from rounding.
 _DECIMALS, _PRECISION = 6, 1.1e-6
 # Settings of the fingerprint that are read as numbers.
@@ -105,7 +105,7 @@ def is_accepted(path: Path) -> bool:
     """Return True if the file is an accepted baseline, and False for a harness's results."""
     if path.suffix in (".jsonl", ".parquet"):
         return False
-    return path.is_file() and _KIND in read_json_object(path)
+    return path.is_file() and ACCEPTED_KEY in read_json_object(path)
 
 
 def read_accepted(path: Path) -> Accepted:

@@ -19,7 +19,6 @@ from vexport.errors import InputError, InputErrors, raise_all, shown
 from vexport.inference.fingerprint import TEMPLATE, Fingerprint
 from vexport.inference.tasks import require_known
 from vexport.judge.accepted import Accepted, gate_contradictions, read_accepted
-from vexport.names import user_path
 from vexport.scenario import Evaluate, Serve
 from vexport.scenario.evaluate import ResponseSettings
 from vexport.scenario.reading import problems_at
@@ -377,7 +376,7 @@ def _with_engine(serve: Serve, engine: Mapping[str, JsonValue]) -> Serve:
 
 def _is_file(task: str) -> bool:
     """Return True if a task is a YAML file, and not the name of a task."""
-    return task.endswith(_YAML) or user_path(task).is_file()
+    return task.endswith(_YAML) or Path(task).is_file()
 
 
 def _path_to_store(path: str, file: Path) -> str:
@@ -385,7 +384,7 @@ def _path_to_store(path: str, file: Path) -> str:
 
     The result differs from every name of a task: it ends like a YAML file or begins like a path.
     """
-    whole = user_path(path).resolve()
+    whole = Path(path).resolve()
     if not whole.is_relative_to(Path.cwd().resolve()):
         return whole.as_posix()
     relative = Path(os.path.relpath(whole, file.parent.resolve())).as_posix()

@@ -24,7 +24,7 @@ from vexport.records.chosen_metric import parse_chosen_metric
 from vexport.records.margins import DEFAULT_MARGIN, DEFAULT_RELATIVE_MARGIN, parse_margin
 from vexport.records.values import MOST_COUNT, Positive
 from vexport.scenario.declaring import Key, Option
-from vexport.scenario.model_names import ModelSetting, SourceSetting
+from vexport.scenario.model_names import ModelSetting, SourceSetting, UserText
 from vexport.scenario.section import ScenarioSection, located_error
 
 SuiteName = Literal["quick", "standard", "code", "chat"]
@@ -162,7 +162,7 @@ class QuestionSettings(ScenarioSection):
     """Settings that select the questions: tasks or text. If they change, the models run again."""
 
     tasks: Annotated[
-        tuple[str, ...],
+        tuple[UserText, ...],
         Option(
             "Tasks or task groups of lm-eval by name, or YAML files of tasks.",
             "Tasks",
@@ -203,7 +203,7 @@ class QuestionSettings(ScenarioSection):
         ),
     ] = DEFAULT_TEXT_TOKENS
     speculative: Annotated[
-        Text | None,
+        Annotated[UserText, Field(min_length=1)] | None,
         Option(
             "With text: also compare the acceptance length of drafts (`mtp`, `ngram`, "
             "`eagle3=FOLDER`).",

@@ -1,13 +1,13 @@
-"""Types of fields for names of models. A scenario and `vexport.api` parse them once."""
+"""Types of fields for names of models and paths. A scenario and `vexport.api` parse them once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import GetCoreSchemaHandler
+from pydantic import AfterValidator, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from vexport.names import ModelRef, SourceRef, parse_model, parse_source
+from vexport.names import ModelRef, SourceRef, parse_model, parse_source, user_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +32,5 @@ class _Parsed:
 
 SourceSetting = Annotated[SourceRef, _Parsed(parse_source)]
 ModelSetting = Annotated[ModelRef, _Parsed(parse_model)]
+# Text that may be a path, with the home folder in place of `~`.
+UserText = Annotated[str, AfterValidator(user_text)]

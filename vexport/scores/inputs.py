@@ -11,7 +11,7 @@ from vexport.calibration.data import require_rows
 from vexport.checkpoint.source import parse_data, require_source
 from vexport.errors.extras import attempt_all
 from vexport.inference.tasks import parse_task, task_files
-from vexport.names import HubName, ModelRef, ResultFiles, Server, user_path
+from vexport.names import HubName, ModelRef, ResultFiles, Server
 from vexport.outputs.replaceable import NamedPath
 from vexport.scenario import Calibration, Evaluate, Scenario
 
@@ -31,7 +31,7 @@ def evaluation_inputs(settings: Evaluate, label: str) -> Iterator[NamedPath]:
     The inputs include a task's YAML includes, documents and code.
     """
     for task in settings.tasks:
-        for file in task_files(user_path(task)):
+        for file in task_files(Path(task)):
             yield NamedPath(label=label, path=file)
     if settings.text:
         yield NamedPath(label="text", path=parse_data(settings.text).path)
@@ -40,7 +40,7 @@ def evaluation_inputs(settings: Evaluate, label: str) -> Iterator[NamedPath]:
     yield from named_model("tokenizer", settings.tokenizer)
     drafter = (settings.speculative or "").partition("=")[2]
     if drafter:
-        yield NamedPath(label="speculative", path=user_path(drafter))
+        yield NamedPath(label="speculative", path=Path(drafter))
 
 
 def scenario_inputs(scenario: Scenario, file: Path | None) -> Iterator[NamedPath]:
@@ -90,6 +90,6 @@ def require_scenario_inputs(scenario: Scenario) -> None:
 
 def _require_file(task: str) -> None:
     """Raise InputError if a task is a YAML file that does not exist."""
-    path = user_path(task)
+    path = Path(task)
     if path.suffix in (".yaml", ".yml") and not path.exists():
         parse_task(path, trust=True)  # it raises the error for a missing file

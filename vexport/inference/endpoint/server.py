@@ -120,11 +120,6 @@ class ServedModel:
     version: str
 
 
-def is_url(name: str) -> bool:
-    """Return True if the name of a model is the address of a server."""
-    return name.startswith(("http://", "https://"))
-
-
 def require_address(url: str) -> None:
     """Raise InputError for an address without a host, or with a password, query or fragment.
 

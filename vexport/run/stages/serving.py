@@ -42,7 +42,7 @@ from vexport.judge.drift import drift_warnings
 from vexport.judge.drift import measure_drift as drift_between
 from vexport.judge.load_judgement import judge_by_reference
 from vexport.judge.task_settings import require_valid_settings
-from vexport.names import Folder, ResultFiles, Server, user_path
+from vexport.names import Folder, ResultFiles, Server
 from vexport.records import (
     CandidateKind,
     Drift,
@@ -180,7 +180,7 @@ def _session_inputs(run: Run, *, role: str) -> Digests:
     settings = run.evaluation
     files = list[Path]()
     for task in settings.tasks:
-        files += sorted(task_files(user_path(task)))
+        files += sorted(task_files(Path(task)))
     for folder in settings.include_path:
         # Python writes compiled modules next to a task's code when it runs.
         files += [file for file in sorted(folder.rglob("*")) if "__pycache__" not in file.parts]
