@@ -191,21 +191,6 @@ def is_whole_number(digits: str) -> bool:
     return _WHOLE.fullmatch(digits) is not None
 
 
-def stated_number(where: str, name: str, words: str) -> float | None:
-    """Return the number that a text contains, or None if it contains something else.
-
-    Raises:
-        InputError: If the number is not finite, or has more than 15 digits.
-    """
-    try:
-        found = float(words)
-    except ValueError:
-        return None
-    if not abs(found) < 1e15:
-        raise InputError.of(rules.NUMBER_DIGITS, where, name=name, value=clip(words, 100))
-    return found
-
-
 def span(words: str) -> range:
     """Return the numbers of a range such as `0-99`. Raises ValueError for any other text."""
     found = _SPAN.fullmatch(words)

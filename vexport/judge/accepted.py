@@ -22,7 +22,7 @@ from pydantic import JsonValue
 
 from vexport.errors import InputError, raise_all, shown
 from vexport.files import digest_file, from_json, read_json_object, to_json, write_text
-from vexport.foreign import LARGEST_SCORE, require_unique_fields, span, stated_number
+from vexport.foreign import LARGEST_SCORE, require_unique_fields, span
 from vexport.inference.fingerprint import Fingerprint
 from vexport.inference.questions import DIGEST_LENGTH, QuestionDigests, question_digest
 from vexport.judge.lost import count_answers, lost_answers_text
@@ -37,8 +37,6 @@ from vexport.scores.metrics import is_no_share, known_direction
 from vexport.scores.results import Results, Sample, TaskSamples, read_results
 from vexport.scores.settings import (
     DIGITS,
-    FEWSHOT,
-    MAX_GEN_TOKS,
     changed_settings,
     without_model,
 )
@@ -49,8 +47,6 @@ WHOLE = "."
 """Letter of a response that was not cut, is not empty, and contains an answer."""
 # Decimals of a stored mean score, and the largest difference that can come from rounding.
 _DECIMALS, _PRECISION = 6, 1.1e-6
-# Settings of the fingerprint that are read as numbers.
-_NUMBERS = ("limit", MAX_GEN_TOKS)
 _FIX_RESTORE = "restore it from git, or accept it again"
 
 
@@ -78,11 +74,10 @@ class Accepted:
     """One model's scores with the metrics that decide, and the settings that could change them.
 
     `groups` maps each group that is judged as a single task to the tasks in it. `settings` are the
-    settings of the evaluation, by their keys in a scenario (accepted_settings.py). `settings` is
-    None in files that are older than this field. `accepted` is the time at which the model was
-    accepted, and `checkpoint` is its name. Both are empty in older files, and in files that were
-    made without a call of `vexport eval`. `margin` is the acceptable loss of later candidates, or
-    None in older files.
+    settings of the evaluation, by their keys in a scenario (accepted_settings.py). `accepted` is
+    the time at which the model was accepted, and `checkpoint` is its name. In files that were made
+    without a call of `vexport eval`, `settings` is None and both are empty. `margin` is the
+    acceptable loss of later candidates.
     """
 
     vexport_baseline: Literal[1] = 1
@@ -129,9 +124,6 @@ def read_accepted(path: Path) -> Accepted:
             where = f"{path}: tasks.{name}"
             need = "a score and a question's digest for each document, as vexport wrote them"
             problems.append(InputError(where, got=str(error), need=need, fix=_FIX_RESTORE))
-    for name, words in accepted.fingerprint.items():
-        if name in _NUMBERS or name.startswith(FEWSHOT):
-            stated_number(f"{path}: fingerprint", name, words)
     try:
         margins_by_task(accepted.margin)
     except ValueError as error:

@@ -1,22 +1,19 @@
 """Reuse the settings of an accepted baseline as defaults of a later evaluation.
 
-The baseline's file stores the settings of `vexport eval --accept`. Two kinds of files have no
-settings: files of older versions, and files that were made from results of lm-eval. For such files,
-the settings are recovered from the fingerprint.
+The file stores the settings of `vexport eval --accept`, and the settings that lm-eval recorded. If
+the file was made from existing results, it has recorded settings only. They are no defaults, but a
+later call must not contradict them.
 """
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import JsonValue
 
 from vexport.errors import InputError, InputErrors, raise_all, shown
-from vexport.inference.fingerprint import TEMPLATE, Fingerprint
 from vexport.inference.tasks import require_known
 from vexport.judge.accepted import Accepted, gate_contradictions, read_accepted
 from vexport.scenario import Evaluate, Serve
@@ -24,16 +21,13 @@ from vexport.scenario.evaluate import ResponseSettings
 from vexport.scenario.reading import problems_at
 from vexport.scenario.serve import with_options
 from vexport.scores.settings import (
+    ARGUMENT,
     CHAT_TEMPLATE,
     DEFAULT_LENGTH,
-    DIGITS,
-    ENABLE_THINKING,
     FEWSHOT,
     GEN_KWARGS,
-    MAX_GEN_TOKS,
     MULTITURN,
     SYSTEM_INSTRUCTION,
-    THINK_END_TOKEN,
 )
 
 PATHS = ("tasks", "include_path")
@@ -45,7 +39,6 @@ ENGINE = (MAX_MODEL_LEN, DTYPE)
 Other arguments are not stored: they depend on the machine, or could make vLLM run code. If such an
 argument changes, the verdict contains a warning.
 """
-_SEEDS = "seeds"
 _FIX = "leave it out, or accept the baseline again with this value"
 _YAML = (".yaml", ".yml")
 _PATH_STARTS = ("./", "../", "/")
@@ -74,12 +67,12 @@ def settings_to_store(evaluate: Evaluate, serve: Serve, file: Path) -> dict[str,
     stored = evaluate.model_dump(
         mode="json", include={*ResponseSettings.model_fields}, exclude_defaults=True
     )
-    stored = {**paths_to_store(evaluate, file), **stored}
+    stored = {**_paths_to_store(evaluate, file), **stored}
     arguments = serve.given
     return stored | {key: arguments[key] for key in ENGINE if arguments.get(key) is not None}
 
 
-def paths_to_store(evaluate: Evaluate, file: Path) -> dict[str, JsonValue]:
+def _paths_to_store(evaluate: Evaluate, file: Path) -> dict[str, JsonValue]:
     """Return the tasks and task folders of an evaluation, for the accepted baseline in `file`."""
     tasks: list[JsonValue] = [
         _path_to_store(task, file) if _is_file(task) else task for task in evaluate.tasks
@@ -96,10 +89,8 @@ def with_accepted_settings(
     `given` are the keys of `Evaluate` that the user set. Errors name a key as `command: key`.
 
     Raises:
-        InputError: If a given setting differs from the accepted setting, or if the accepted system
-            instruction is not given and the file has only its digest. The error lists all such
-            settings. Also if a stored path does not exist, or if lm-eval does not have a stored
-            task.
+        InputErrors: If given settings differ from the accepted settings.
+        InputError: If a stored path does not exist, or if lm-eval does not have a stored task.
     """
     accepted = read_accepted(file)
     named = {key: value for key, value in given.items() if value is not None}
@@ -108,7 +99,6 @@ def with_accepted_settings(
     problems = [
         *_contradictions(named, stored, accepted, file, command),
         *_engine_contradictions(named_engine, stored, file),
-        *_not_stored(named, stored, accepted, file, command),
     ]
     if problems:
         raise InputErrors(problems)
@@ -129,7 +119,7 @@ def with_accepted_settings(
     return CompletedSettings(
         file=file,
         keys={**missing, **named},
-        serve=_with_engine(serve, engine),
+        serve=with_options(serve, {}, engine),
         filled={**missing, **engine},
     )
 
@@ -137,15 +127,12 @@ def with_accepted_settings(
 def accepted_settings(accepted: Accepted) -> dict[str, JsonValue]:
     """Return the settings of the accepted baseline, by key.
 
-    Paths are relative to the folder of the baseline's file. If no settings are stored, they are
-    recovered from the fingerprint.
+    Paths are relative to the folder of the baseline's file.
     """
-    if accepted.settings is None:
-        return recovered_settings(accepted.fingerprint, accepted.names, [*accepted.tasks])
     known = (*PATHS, *ResponseSettings.model_fields, *ENGINE)
-    settings = {key: value for key, value in accepted.settings.items() if key in known}
-    settings.setdefault("tasks", [*accepted.names])
-    return settings
+    settings = accepted.settings or {}
+    known_settings = {key: value for key, value in settings.items() if key in known}
+    return {"tasks": [*accepted.names], **known_settings}
 
 
 def _valid_here(key: str, value: JsonValue, file: Path) -> JsonValue:
@@ -158,43 +145,6 @@ def _valid_here(key: str, value: JsonValue, file: Path) -> JsonValue:
     return [_path_here(str(each), key, file) for each in value]
 
 
-def recovered_settings(
-    fingerprint: Fingerprint, names: Sequence[str], tasks: Sequence[str]
-) -> dict[str, JsonValue]:
-    """Return the settings that a fingerprint contains, by key of `Evaluate`.
-
-    `names` are the tasks and groups as the user named them. `tasks` are all tasks, including the
-    members of groups. The texts of the chat template and of the system instruction cannot be
-    recovered.
-    """
-    settings: dict[str, JsonValue] = {"tasks": [*names]}
-    with suppress(KeyError, ValueError):
-        settings["limit"] = _number(fingerprint["limit"])
-    counts = {fingerprint.get(f"{FEWSHOT}{task}", "") for task in tasks}
-    if len(counts) == 1 and (count := counts.pop()).isdecimal() and len(count) < 16:
-        settings["num_fewshot"] = int(count)
-    if CHAT_TEMPLATE in fingerprint and fingerprint.get(MULTITURN) == "False":
-        settings["fewshot_as_multiturn"] = False
-    if CHAT_TEMPLATE not in fingerprint and fingerprint.get(TEMPLATE, "none") != "none":
-        settings["apply_chat_template"] = False
-    with suppress(KeyError, ValueError):
-        generation = json.loads(fingerprint[GEN_KWARGS])
-        if isinstance(generation, dict):
-            settings["gen_kwargs"] = generation
-    with suppress(KeyError, ValueError):
-        settings["max_gen_toks"] = int(fingerprint[MAX_GEN_TOKS])
-    if THINK_END_TOKEN in fingerprint:
-        settings["think_end_token"] = fingerprint[THINK_END_TOKEN]
-    if ENABLE_THINKING in fingerprint:
-        settings["enable_thinking"] = fingerprint[ENABLE_THINKING] == "true"
-    return settings
-
-
-def _number(text: str) -> int | float:
-    number = float(text)
-    return int(number) if number == int(number) else number
-
-
 def _contradictions(
     named: Mapping[str, object],
     stored: Mapping[str, JsonValue],
@@ -203,15 +153,13 @@ def _contradictions(
     command: str,
 ) -> Iterator[InputError]:
     """Yield an error for each given setting that differs from the accepted setting."""
-    for key in (key for key in ResponseSettings.model_fields if key in named and key != _SEEDS):
-        if not _is_same(key, named[key], stored, accepted):
-            need = f"{_words(key, stored, accepted)}, as in {file}"
-            yield InputError(f"{command}: {key}", got=_text(named[key]), need=need, fix=_FIX)
-    if named.get(_SEEDS, 1) != 1:
-        got = f"{named[_SEEDS]} responses to each document"
-        need = f"one greedy response, as in {file}"
-        fix = "leave it out: accepted baselines have greedy responses only"
-        yield InputError(f"{command}: {_SEEDS}", got=got, need=need, fix=fix)
+    measured = _measured_settings(stored, accepted)
+    for key in (key for key in ResponseSettings.model_fields if key in named and key in measured):
+        value, old = named[key], measured[key]
+        is_same = value == old or _text(value) == _text(old)
+        if not is_same and not (key == "limit" and _same_documents(value, stored, accepted)):
+            need = f"{_text(old)}, as in {file}"
+            yield InputError(f"{command}: {key}", got=_text(value), need=need, fix=_FIX)
     gate = named.get("gate")
     for problem in gate_contradictions(accepted, gate) if isinstance(gate, Mapping) else ():
         yield InputError(
@@ -227,25 +175,6 @@ def _engine_contradictions(
             option = f"--{key.replace('_', '-')}"
             need = f"{_text(stored[key])}, as in {file}"
             yield InputError(option, got=_text(value), need=need, fix=_FIX)
-
-
-def _not_stored(
-    named: Mapping[str, object],
-    stored: Mapping[str, JsonValue],
-    accepted: Accepted,
-    file: Path,
-    command: str,
-) -> Iterator[InputError]:
-    """Yield an error if the accepted system instruction is not given and only its digest is stored.
-
-    All other settings can be taken from the file.
-    """
-    digest = accepted.fingerprint.get(SYSTEM_INSTRUCTION)
-    key = "system_instruction"
-    if digest is not None and key not in stored and key not in named:
-        got, need = "no text", f"the text with the {digest}"
-        fix = f"give the text: {file} has only its digest"
-        yield InputError(f"{command}: {key}", got=got, need=need, fix=fix)
 
 
 def _require_known_tasks(keys: Mapping[str, object], is_named: bool, file: Path) -> None:
@@ -266,12 +195,31 @@ def _require_known_tasks(keys: Mapping[str, object], is_named: bool, file: Path)
     raise_all(problems)
 
 
-def _is_same(key: str, value: object, stored: Mapping[str, JsonValue], accepted: Accepted) -> bool:
-    """Return True if a given setting has the same effect as the accepted setting."""
-    if key in stored and stored[key] == value:
-        return True
-    rule = _SAME_EFFECT.get(key)
-    return rule is not None and rule(value, stored, accepted)
+def _measured_settings(stored: Mapping[str, JsonValue], accepted: Accepted) -> dict[str, JsonValue]:
+    """Return the settings of the accepted evaluation: stored, or as the results recorded them.
+
+    Words take the place of a value that is not the same for all tasks. The text of a system
+    instruction is unknown if only its digest was recorded. The questions are compared later.
+    """
+    recorded, tasks = accepted.fingerprint, accepted.tasks
+    # By default, the template is not applied to tasks that score plain text. They have no endings.
+    is_templated = CHAT_TEMPLATE in recorded
+    is_for_all = all(task.endings is not None for task in tasks.values())
+    largest = max((task.documents for task in tasks.values()), default=0)
+    defaults = ResponseSettings(max_gen_toks=DEFAULT_LENGTH).model_dump(mode="json")
+    measured: dict[str, JsonValue] = {
+        **{key: recorded.get(f"{ARGUMENT}{key}", value) for key, value in defaults.items()},
+        "num_fewshot": ", ".join(
+            sorted({recorded.get(f"{FEWSHOT}{task}", "unknown") for task in tasks})
+        ),
+        "apply_chat_template": "the default" if is_templated and not is_for_all else is_templated,
+        "fewshot_as_multiturn": recorded.get(MULTITURN, "false").lower(),
+        "gen_kwargs": recorded.get(GEN_KWARGS),
+        "limit": recorded.get("limit", f"all documents ({largest:,})"),
+    }
+    if SYSTEM_INSTRUCTION in recorded:
+        del measured["system_instruction"]
+    return {**measured, **stored}
 
 
 def _same_documents(value: object, stored: Mapping[str, JsonValue], accepted: Accepted) -> bool:
@@ -283,95 +231,23 @@ def _same_documents(value: object, stored: Mapping[str, JsonValue], accepted: Ac
     if not isinstance(value, int | float) or value != int(value):
         return False
     limit = stored.get("limit")
+    is_unlimited = limit is None and "limit" not in accepted.fingerprint
     for task in accepted.tasks.values():
-        is_whole = limit is None or (isinstance(limit, int) and limit > task.documents)
+        is_whole = is_unlimited or (isinstance(limit, int) and limit > task.documents)
         if value != task.documents and not (is_whole and value > task.documents):
             return False
     return True
 
 
-def _same_examples(value: object, stored: Mapping[str, JsonValue], accepted: Accepted) -> bool:
-    counts = {accepted.fingerprint.get(f"{FEWSHOT}{task}") for task in accepted.tasks}
-    return "num_fewshot" not in stored and counts == {str(value)}
-
-
-def _same_template(value: object, stored: Mapping[str, JsonValue], accepted: Accepted) -> bool:
-    """Return True if the chat template was applied to the same tasks.
-
-    By default, the template is not applied to tasks that score plain text. Such tasks have no
-    `endings`.
-    """
-    if "apply_chat_template" in stored:
-        return False
-    if CHAT_TEMPLATE not in accepted.fingerprint:
-        return value is False
-    return value is True and all(task.endings is not None for task in accepted.tasks.values())
-
-
-def _same_turns(value: object, stored: Mapping[str, JsonValue], accepted: Accepted) -> bool:
-    return accepted.fingerprint.get(MULTITURN, "False") == str(value)
-
-
-def _same_system_prompt(value: object, stored: Mapping[str, JsonValue], accepted: Accepted) -> bool:
-    digest = hashlib.sha256(str(value).encode()).hexdigest()[:DIGITS]
-    return accepted.fingerprint.get(SYSTEM_INSTRUCTION) == f"sha {digest}"
-
-
-def _same_tokens(value: object, stored: Mapping[str, JsonValue], accepted: Accepted) -> bool:
-    return stored.get("max_gen_toks", DEFAULT_LENGTH) == value
-
-
-def _same_seed(value: object, stored: Mapping[str, JsonValue], accepted: Accepted) -> bool:
-    return stored.get("seed", 0) == value
-
-
-_SAME_EFFECT: Mapping[str, Callable[[object, Mapping[str, JsonValue], Accepted], bool]] = {
-    "limit": _same_documents,
-    "num_fewshot": _same_examples,
-    "apply_chat_template": _same_template,
-    "fewshot_as_multiturn": _same_turns,
-    "system_instruction": _same_system_prompt,
-    "max_gen_toks": _same_tokens,
-    "seed": _same_seed,
-}
-"""Rules by key for values that differ from the stored setting but have the same effect."""
-
-
-def _words(key: str, stored: Mapping[str, JsonValue], accepted: Accepted) -> str:
-    """Return the accepted value of a setting in words."""
-    if key in stored:
-        return _text(stored[key])
-    recorded = accepted.fingerprint
-    if key == "limit":
-        return f"all documents ({max(task.documents for task in accepted.tasks.values()):,})"
-    if key == "num_fewshot":
-        counts = {task: recorded.get(f"{FEWSHOT}{task}", "unknown") for task in accepted.tasks}
-        return ", ".join(f"{count} for {task}" for task, count in counts.items())
-    if key == "apply_chat_template":
-        return "the default" if CHAT_TEMPLATE in recorded else "no chat template"
-    if key == "fewshot_as_multiturn":
-        return recorded.get(MULTITURN, "False").lower()
-    if key == "system_instruction":
-        digest = recorded.get(SYSTEM_INSTRUCTION)
-        return "none" if digest is None else f"the text with the {digest}"
-    defaults = {"max_gen_toks": str(DEFAULT_LENGTH), "seed": "0", "gen_kwargs": "the tasks' own"}
-    return defaults.get(key, "none")
-
-
 def _text(value: object) -> str:
     """Return a value as on the command line or in a scenario."""
+    if value is None or value == {}:
+        return "none"
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, bool | Mapping | list):
-        return json.dumps(value, ensure_ascii=False, default=str)
+        return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     return str(value)
-
-
-def _with_engine(serve: Serve, engine: Mapping[str, JsonValue]) -> Serve:
-    """Return the settings of the engine with stored arguments."""
-    dtype = {key: value for key, value in engine.items() if key == DTYPE}
-    lengths = {key: value for key, value in engine.items() if key == MAX_MODEL_LEN}
-    return with_options(serve, lengths, dtype)
 
 
 def _is_file(task: str) -> bool:

@@ -56,12 +56,6 @@ NUMBER_RANGE = Rule(
 WHOLE_NUMBER = Rule(
     "file/whole-number", got="{name} {value}", need="a whole number from 0", do=_AGAIN
 )
-NUMBER_DIGITS = Rule(
-    "file/number-digits",
-    got="{name} {value}",
-    need="a number of at most 15 digits",
-    do=_AGAIN,
-)
 IDENTITY = Rule(
     "file/identity", got="{name} {value}", need="a number or a text", do="name each document"
 )

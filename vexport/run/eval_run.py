@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pydantic import JsonValue
-
 from vexport.checkpoint.source import resolve_source
 from vexport.engine.arguments import require_arguments
 from vexport.errors import InputError
@@ -29,8 +27,6 @@ from vexport.judge.accepted import (
     require_writable,
 )
 from vexport.judge.accepted_settings import (
-    paths_to_store,
-    recovered_settings,
     settings_to_store,
 )
 from vexport.judge.comparable_results import read_document_counts, require_comparable_results
@@ -56,7 +52,6 @@ from vexport.run.stages.serving import (
 )
 from vexport.scenario import Evaluate
 from vexport.scores.inputs import evaluation_inputs, named_model
-from vexport.scores.results import read_results
 
 OUTPUT_DIR = "--output-dir"
 
@@ -216,7 +211,7 @@ def _accept_answers(run: Run, accept: Path | None) -> str:
     if given.against is not None:
         choice = choice_of(read_accepted(given.against))
     folder = run.answers(CANDIDATE)
-    stored = _settings_to_store(run, folder, accept)
+    stored = settings_to_store(settings, run.options.serve, accept)
     accepted = accept_results(
         folder,
         accept,
@@ -235,18 +230,6 @@ def _accept_answers(run: Run, accept: Path | None) -> str:
         f"next  vexport eval CHECKPOINT --against {against}  # to compare a later checkpoint"
     )
     return "\n".join(lines)
-
-
-def _settings_to_store(run: Run, folder: Path, accept: Path) -> dict[str, JsonValue]:
-    """Return the settings that the candidate's responses in `folder` were measured with.
-
-    Settings of results that were made elsewhere are recovered from the results.
-    """
-    if _given_models_of(run).candidate.needs_answers:
-        return settings_to_store(run.evaluation, run.options.serve, accept)
-    results = read_results(folder)
-    recovered = recovered_settings(results.fingerprint, run.evaluation.tasks, [*results.tasks])
-    return {**recovered, **paths_to_store(run.evaluation, accept)}
 
 
 def _given_models_of(run: Run) -> Given:

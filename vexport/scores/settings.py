@@ -38,8 +38,6 @@ TASK_HASH = "task hash of "
 CHAT_TEMPLATE, SYSTEM_INSTRUCTION = "chat template", "system instruction"
 MULTITURN, FEWSHOT = "few-shot as multiturn", "few-shot examples of "
 GEN_KWARGS = "gen kwargs"
-MAX_GEN_TOKS, THINK_END_TOKEN = f"{ARGUMENT}max_gen_toks", f"{ARGUMENT}think_end_token"
-ENABLE_THINKING = f"{ARGUMENT}enable_thinking"
 DEFAULT_LENGTH = 256
 """lm-eval's maximum of new tokens if neither the task nor the model's arguments set it."""
 _DEFAULTS = {
