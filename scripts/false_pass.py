@@ -24,7 +24,7 @@ from scipy import stats
 
 from vexport.judge.verdict import decide
 from vexport.records import Json
-from vexport.records.margins import MarginValue
+from vexport.records.margin import MarginValue
 
 ALPHA = 0.05
 _STAMP = "2026-11-20T21-08-58.768538"

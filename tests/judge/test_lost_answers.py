@@ -11,6 +11,7 @@ from vexport.judge.lost import count_answers
 from vexport.judge.pairs import TaskPair
 from vexport.judge.verdict import judge
 from vexport.records import AnswerCounts, Verdict
+from vexport.records.margin import Margins
 from vexport.reports import render_verdicts
 from vexport.scores.endings import Ending, ending_of
 
@@ -108,7 +109,7 @@ def pair_with(old: list[Ending], new: list[Ending], right: int) -> TaskPair:
 def verdict_with(ending: Ending, lost: int, margin: float = 0.02) -> Verdict:
     endings = [WHOLE] * (DOCUMENTS - lost) + [ending] * lost
     pair = pair_with(endings, endings, right=DOCUMENTS - lost)
-    return judge([pair], margin=margin, alpha=0.05)
+    return judge([pair], margins=Margins.read(margin), alpha=0.05)
 
 
 @pytest.mark.parametrize("ending", [CUT, EMPTY])
@@ -128,7 +129,7 @@ def test_lost_answers_beyond_margin_prevent_pass(ending: Ending) -> None:
 def test_cut_answers_ask_for_longer_limit() -> None:
     """If all answers of both models were cut, the remedy is max_gen_toks, not the chat template."""
     pair = pair_with([CUT] * 200, [CUT] * 200, right=0)
-    verdict = judge([pair], margin=0.02, alpha=0.05)
+    verdict = judge([pair], margins=Margins.read(0.02), alpha=0.05)
     assert verdict.outcome == "INCONCLUSIVE"
     assert "raise max_gen_toks" in verdict.reason
     assert "template" not in verdict.reason
@@ -138,7 +139,7 @@ def test_fail_names_cut_answers() -> None:
     endings = [WHOLE] * 700 + [CUT] * 300
     pair = pair_with([WHOLE] * 1000, endings, right=700)
     pair = replace(pair, baseline=np.ones(1000))
-    verdict = judge([pair], margin=0.02, alpha=0.05)
+    verdict = judge([pair], margins=Margins.read(0.02), alpha=0.05)
     assert verdict.outcome == "FAIL"
     assert re.search(r"candidate\b.* cut in 30%.* baseline in 0%", verdict.reason)
     for format_ in ("text", "markdown", "html", "json"):

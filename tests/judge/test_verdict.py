@@ -18,11 +18,13 @@ from vexport.judge.task_verdict import MAX_FLIPS, compare_task, difference_inter
 from vexport.judge.verdict import holm_levels, overall_outcome, reason_for
 from vexport.judge.verdict import judge as judge_tasks
 from vexport.records import Outcome, TaskVerdict
+from vexport.records.margin import Margins
 from vexport.records.values import about
 from vexport.reports import render_verdicts
 from vexport.scores.results import Sample
 
 MARGIN, ALPHA, DOCUMENTS = 0.02, 0.05, 400
+MARGINS = Margins.read(MARGIN)
 SAMPLE = Sample(
     doc_id=0,
     filter="none",
@@ -55,9 +57,10 @@ def from_counts(wins: int, losses: int, documents: int = DOCUMENTS) -> TaskPair:
 
 
 def judge(pairs: Sequence[TaskPair], margin: float = MARGIN) -> list[TaskVerdict]:
-    levels = holm_levels(pairs, margin=margin, alpha=ALPHA)
+    margins = Margins.read(margin)
+    levels = holm_levels(pairs, margins=margins, alpha=ALPHA)
     return [
-        compare_task(pair, margin=margin, alpha=ALPHA, fail_alpha=level)
+        compare_task(pair, margins=margins, alpha=ALPHA, fail_alpha=level)
         for pair, level in zip(pairs, levels, strict=True)
     ]
 
@@ -93,8 +96,8 @@ def test_outcomes_follow_shown_bounds() -> None:
 
 def test_holm_levels() -> None:
     pairs = [from_counts(0, 60), from_counts(2, 18), from_counts(3, 8)]
-    assert holm_levels(pairs, margin=MARGIN, alpha=ALPHA) == [ALPHA / 3, ALPHA / 2, ALPHA]
-    assert holm_levels(pairs[1:], margin=0.5, alpha=ALPHA) == [ALPHA / 2, ALPHA / 2]
+    assert holm_levels(pairs, margins=MARGINS, alpha=ALPHA) == [ALPHA / 3, ALPHA / 2, ALPHA]
+    assert holm_levels(pairs[1:], margins=Margins.read(0.5), alpha=ALPHA) == [ALPHA / 2, ALPHA / 2]
 
 
 def test_pass_needs_enough_documents() -> None:
@@ -143,11 +146,11 @@ def test_task_beyond_the_baseline_is_inconclusive() -> None:
         paired([1] + [0] * 399, [0] * 400),
         paired([1] * 200 + [0] * 200, [1] * 200 + [0] * 200),
     )
-    verdict = judge_tasks([hopeless, fair], margin=MARGIN, alpha=ALPHA)
+    verdict = judge_tasks([hopeless, fair], margins=MARGINS, alpha=ALPHA)
     assert verdict.outcome == "INCONCLUSIVE"
     assert_contains(verdict.reason, "baseline", "0.25%")
     assert verdict.tasks[0].documents_needed is None
-    assert judge_tasks([fair], margin=MARGIN, alpha=ALPHA).outcome == "PASS"
+    assert judge_tasks([fair], margins=MARGINS, alpha=ALPHA).outcome == "PASS"
 
 
 def task_with(
@@ -167,6 +170,8 @@ def perplexity_with(name: str, difference: float, low: float, high: float) -> Ta
     return replace(
         made,
         metric="word_perplexity",
+        unit="metric",
+        relative_margin=0.001,
         baseline=replace(made.baseline, value=27.31),
         candidate=replace(made.candidate, value=27.31 - difference),
     )
@@ -238,13 +243,17 @@ REASONS: list[tuple[list[TaskVerdict], list[str]]] = [
     ),
     (
         [perplexity_with("wikitext", -0.31, -0.4, -0.2)],
-        ["wikitext loses 0.31 in word_perplexity", "at least 0.20", "0.02 in word_perplexity"],
+        [
+            "wikitext loses 0.310 in word_perplexity",
+            "at least 0.200",
+            "0.02 (0.1%) in word_perplexity",
+        ],
     ),
     (
         [SMALL_LOSS, perplexity_with("wikitext", 0.31, 0.2, 0.4)],
         [
             "both tasks",
-            "2 points or 0.02 in word_perplexity",
+            "2 points or 0.1%",
             "addition loses 0.43 points",
             "at most 0.84",
         ],
@@ -254,19 +263,18 @@ REASONS: list[tuple[list[TaskVerdict], list[str]]] = [
 
 @pytest.mark.parametrize(("tasks", "parts"), REASONS)
 def test_reason_gives_task_loss_and_bound(tasks: list[TaskVerdict], parts: list[str]) -> None:
-    reason = reason_for(overall_outcome(tasks), tasks, margin=0.02)
+    reason = reason_for(overall_outcome(tasks), tasks)
     assert_contains(reason, *parts)
-    assert "%" not in reason
     assert len(reason) < 200
 
 
 def test_reason_lists_unsettled_tasks() -> None:
     tasks = [UNSETTLED, NEVER_SETTLED]
-    reason = reason_for("INCONCLUSIVE", tasks, margin=0.02)
+    reason = reason_for("INCONCLUSIVE", tasks)
     assert_contains(reason, "2 of 2 tasks")
     assert re.search(r"addition \([^)]*1,382 [^)]* 2,900 ", reason)
     assert re.search(r"facts \([^)]*1,382 [^)]* no number ", reason)
-    reason = reason_for("INCONCLUSIVE", [UNSETTLED] * 5, margin=0.02)
+    reason = reason_for("INCONCLUSIVE", [UNSETTLED] * 5)
     assert_contains(reason, "5 of 5 tasks", "2 more")
     assert reason.count("2,900") == 3
     assert len(reason) < 200
@@ -282,13 +290,14 @@ def test_reason_lists_unsettled_tasks() -> None:
     ],
 )
 def test_accepted_loss_in_words(margin: float, tasks: Sequence[TaskVerdict], words: str) -> None:
-    assert words in reason_for(overall_outcome(tasks), tasks, margin=margin)
+    tasks = [replace(task, margin=margin) for task in tasks]
+    assert words in reason_for(overall_outcome(tasks), tasks)
 
 
 def test_bound_near_margin_has_more_digits() -> None:
     """ "Less than 2 points, at most 2.00" would contradict itself."""
     close = task_with("addition", -0.0101, -0.019996, 0.0)
-    assert "at most 1.9996)" in reason_for("PASS", [close, NO_LOSS], margin=0.02)
+    assert "at most 1.9996)" in reason_for("PASS", [close, NO_LOSS])
 
 
 @pytest.mark.parametrize(
@@ -320,13 +329,13 @@ def test_holm_levels_equal_the_steps(seed: int) -> None:
     pairs = [from_counts(3, loss) for loss in losses]
     expected = levels_step_by_step(pairs)
     assert len(set(expected)) > 1
-    assert holm_levels(pairs, margin=MARGIN, alpha=ALPHA) == expected
+    assert holm_levels(pairs, margins=MARGINS, alpha=ALPHA) == expected
 
 
 def test_texts_show_the_worst_of_many_tasks() -> None:
     pairs = [replace(from_counts(9, 9), task=f"task{number}") for number in range(300)]
     pairs[217] = replace(from_counts(0, 90), task="broken")
-    verdict = judge_tasks(pairs, margin=MARGIN, alpha=ALPHA)
+    verdict = judge_tasks(pairs, margins=MARGINS, alpha=ALPHA)
     text = render_verdicts([verdict], "text")
     assert_contains(text, "broken (acc)", "the worst 100 of 300 tasks; --format json has all")
     # The gates and the table show 100 tasks each, and a row compares all tasks together.

@@ -19,6 +19,7 @@ from vexport.judge.task_verdict import compare_task
 from vexport.judge.verdict import decide, tasks_without_loss
 from vexport.judge.worst_candidate import with_worst_candidate
 from vexport.records import Json, TaskVerdict, Verdict
+from vexport.records.margin import Margins, MarginSetting
 from vexport.scenario import Serve
 from vexport.scores.aggregates import tabulate
 from vexport.scores.results import Sample
@@ -53,12 +54,12 @@ def pair_of(
     )
 
 
-def judged(pair: TaskPair, margin: float = 0.02) -> TaskVerdict:
-    return compare_task(pair, margin=margin, alpha=0.05, fail_alpha=0.05)
+def judged(pair: TaskPair, margin: MarginSetting = 0.02) -> TaskVerdict:
+    return compare_task(pair, margins=Margins.read(margin), alpha=0.05, fail_alpha=0.05)
 
 
-def corpus_pair(aggregation: str, values: Sequence[Json], share: float = 0.01) -> TaskPair:
-    """Pair a model with itself on a metric of the whole corpus, with a relative margin."""
+def corpus_pair(aggregation: str, values: Sequence[Json]) -> TaskPair:
+    """Pair a model with itself on a metric of the whole corpus."""
     table = tabulate(aggregation, aggregation, values, values)
     corpus = compare_corpora(table)
     pair = pair_of(corpus.influence[0].tolist(), corpus.influence[1].tolist())
@@ -68,8 +69,6 @@ def corpus_pair(aggregation: str, values: Sequence[Json], share: float = 0.01) -
         sign=1 if table.higher_is_better else -1,
         own_unit=table.unit,
         corpus=corpus,
-        margin=share * abs(corpus.reported[0]),
-        relative_margin=share,
     )
 
 
@@ -138,7 +137,7 @@ def test_unbounded_metrics() -> None:
     ratings = [7.5, 3.25, 9.0, 4.5] * 50
     pair = pair_of(ratings, ratings)
     assert with_worst_candidate(pair) is None
-    assert judged(replace(pair, margin=0.05, relative_margin=0.01)).uninformative == ""
+    assert judged(pair, "1%").uninformative == ""
 
 
 def test_informative_corpus_metrics() -> None:
@@ -158,7 +157,7 @@ def test_informative_corpus_metrics() -> None:
         pair = corpus_pair(aggregation, stored)
         worst = with_worst_candidate(pair)
         assert worst is not None
-        assert judged(pair, margin=0.02).uninformative == "", aggregation
+        assert judged(pair, "1%").uninformative == "", aggregation
         expected = {"brier_score": 2.0}.get(aggregation, 0.0)
         assert worst.candidate_value == pytest.approx(expected), aggregation
 
@@ -167,7 +166,7 @@ def test_corpus_metric_of_a_model_without_skill() -> None:
     """The labels are independent of the correct labels, so the correlation is about 0."""
     draw = np.random.default_rng(3).integers(0, 2, size=(300, 2)).tolist()
     draw = [[gold, chosen] for gold, chosen in draw]
-    found = judged(corpus_pair("matthews_corrcoef", draw, share=0.99))
+    found = judged(corpus_pair("matthews_corrcoef", draw), "99%")
     assert found.outcome == "INCONCLUSIVE"
     assert found.uninformative
 

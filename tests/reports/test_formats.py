@@ -18,14 +18,13 @@ from vexport.cli.options import FORMATS
 from vexport.cli.scenario import REPORT_FORMATS
 from vexport.files import from_json
 from vexport.records import CheckReport, GivenCheckpoint, Outcome
+from vexport.records.scale import percent
 from vexport.reports import render, render_checks, render_loads, render_verdicts
 from vexport.reports.formatting import (
     bits_per_weight,
     count,
     duration,
     p_value,
-    percent,
-    scale_of,
     size,
     small,
 )
@@ -81,7 +80,7 @@ def test_readable_formats_show_numbers(format: str) -> None:
         duration(sum(report.call.seconds.values())),
     ]
     for task in report.verdict.tasks:
-        scale = scale_of(task)
+        scale = task.scale
         numbers += [
             scale.change(task.difference),
             scale.changes(task.low, task.high),
@@ -110,7 +109,8 @@ def test_metric_without_percentage(format: str) -> None:
     old = replace(other.baseline, value=27.31, low=26.1, high=28.4)
     new = replace(other.candidate, value=25.06, low=24.0, high=26.2)
     other = replace(other, baseline=old, candidate=new, difference=-2.25, low=-3.5, high=-1.0)
-    other = replace(other, recovery=None, recovery_low=None, recovery_high=None)
+    other = replace(other, metric="bleu", unit="metric", recovery=None, recovery_low=None)
+    other = replace(other, margin=0.27, relative_margin=0.01, recovery_high=None)
     text = render(replace(report, verdict=replace(report.verdict, tasks=(shares, other))), format)
     assert "-2.25" in text
     assert "2731" not in text

@@ -34,6 +34,7 @@ FIRST = "1111222233334444"
 SECOND = "5555666677778888"
 REAL = Path(__file__).with_name("histories")
 """Two runs of `compare --serve` on the demo model in FP8."""
+STRICT = replace(sample.verdict("FAIL").tasks[1], margin=0.01)
 OLD = AcceptedBaseline(digest="aaaa000011112222", accepted="2026-11-01T00:00:00+00:00")
 
 
@@ -141,7 +142,7 @@ def test_first_run_that_fails_against_a_source(tmp_path: Path) -> None:
     ("change", "name", "was"),
     [
         ({"accepted": AcceptedBaseline(digest="bbbb")}, "baseline", "baseline.json (aaaa0000)"),
-        ({"margin": 0.01}, "margin of addition", "2 points"),
+        ({"tasks": (STRICT,)}, "margin of addition", "2 points"),
         ({"alpha": 0.01}, "alpha", "0.05"),
         ({"fingerprint": {"limit": "100"}}, "limit", "640"),
     ],

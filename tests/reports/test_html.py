@@ -135,7 +135,7 @@ def test_forest_intervals_and_layer_groups() -> None:
         addition.low,
         addition.difference,
         addition.high,
-        -chart.margin,
+        -chart.scale.margin,
         facts.low,
         0.0,
         facts.high,

@@ -13,7 +13,7 @@ from tests.texts import assert_raises
 from vexport.errors import InputError
 from vexport.judge.verdict import decide
 from vexport.records import Verdict
-from vexport.records.margins import MarginSetting
+from vexport.records.margin import MarginSetting
 from vexport.reports import render_verdicts
 from vexport.scores.metrics import AGGREGATIONS, LOG_LIKELIHOODS, MEANS
 

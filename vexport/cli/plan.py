@@ -302,7 +302,7 @@ def _print(
     text: "Calibration | None" = None,
 ) -> None:
     """Print a plan and the next command. Exit with code 2 if the plan has refusals."""
-    from vexport.records.margins import margin_of_shares
+    from vexport.records.margin import margin_of_shares
     from vexport.reports.plan import render_plan
     from vexport.scenario.evaluate import TYPICAL_DISAGREEMENT
 

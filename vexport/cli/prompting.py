@@ -17,7 +17,7 @@ from vexport.cli.settings import Syntax
 from vexport.names import parse_source, user_text
 from vexport.records import BatchSize, Scalar
 from vexport.records.chosen_metric import CHOSEN_METRIC_NEED, parse_chosen_metric
-from vexport.records.margins import EVERY_TASK, MarginSetting, MarginValue, parse_margin
+from vexport.records.margin import EVERY_TASK, MarginSetting, MarginValue, parse_margin
 
 GenerationValue = Scalar | list[Scalar] | dict[str, Scalar]
 _WORDS: dict[str, Scalar] = {"true": True, "false": False, "none": None}

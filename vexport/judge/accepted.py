@@ -26,12 +26,12 @@ from vexport.foreign import LARGEST_SCORE, require_unique_fields, span
 from vexport.inference.fingerprint import Fingerprint
 from vexport.inference.questions import DIGEST_LENGTH, QuestionDigests, question_digest
 from vexport.judge.lost import count_answers, lost_answers_text
-from vexport.judge.margins import margins_to_store, with_margins
+from vexport.judge.margin_checks import require_fitting
 from vexport.judge.pairs import Choice, TaskPair, gated_tasks
 from vexport.names import ACCEPTED_KEY
 from vexport.records import AcceptedBaseline
 from vexport.records.chosen_metric import direction_name, parse_chosen_metric
-from vexport.records.margins import MarginSetting, MarginValue, margins_by_task
+from vexport.records.margin import Margins, MarginSetting, MarginValue
 from vexport.scores.endings import LETTERS, Ending, letter_of
 from vexport.scores.metrics import is_no_share, known_direction
 from vexport.scores.results import Results, Sample, TaskSamples, read_results
@@ -125,7 +125,7 @@ def read_accepted(path: Path) -> Accepted:
             need = "a score and a question's digest for each document, as vexport wrote them"
             problems.append(InputError(where, got=str(error), need=need, fix=_FIX_RESTORE))
     try:
-        margins_by_task(accepted.margin)
+        Margins.read(accepted.margin)
     except ValueError as error:
         got = shown(accepted.margin)
         problems.append(InputError(f"{path}: margin", got=got, need=str(error), fix=_FIX_RESTORE))
@@ -195,11 +195,13 @@ def accept_results(
         if gate.task not in results.tasks:
             groups[gate.task] = members
         tasks |= {name: _accepted_task(results, name, gate) for name in members}
+    margins = Margins.read(margin)
+    require_fitting(gates, margins)
     accepted = Accepted(
         accepted=accepted_at,
         checkpoint=checkpoint,
         settings=settings,
-        margin=margins_to_store(with_margins(gates, margin)),
+        margin=margins.to_store({gate.task: gate.unit for gate in gates}),
         fingerprint=without_model(results.fingerprint),
         groups=groups,
         tasks=tasks,

@@ -16,8 +16,8 @@ from vexport.foreign import LARGEST_SCORE
 from vexport.inference.questions import HASHES
 from vexport.judge.corpus import CorpusComparison, compare_corpora
 from vexport.judge.statistics import MIN_CLUSTERS, Clusters
-from vexport.records.accuracy import Unit
 from vexport.records.chosen_metric import direction_name, parse_chosen_metric
+from vexport.records.margin import Unit
 from vexport.scores.aggregates import (
     NEEDS_SACREBLEU,
     NotReadable,
@@ -75,8 +75,6 @@ class TaskPair:
     - `parts` are the pairs of the single tasks if the pair joins several tasks.
     - `undecided` is the reason why the metric cannot decide, or empty if it can.
     - `available` is the number of documents in the whole task or group, or None if unknown.
-    - `margin` is the acceptable loss in the unit of a difference, or None if the verdict's margin
-      applies. If the user gave a share of the baseline's value, `relative_margin` is this share.
     """
 
     task: str
@@ -94,8 +92,6 @@ class TaskPair:
     undecided: str = ""
     available: int | None = None
     direction_assumed: bool = False
-    margin: float | None = None
-    relative_margin: float | None = None
 
     @cached_property
     def seeds(self) -> int:

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from vexport.errors import InputError, raise_all
 from vexport.inference.tasks import TaskMetrics
 from vexport.judge.accepted import Accepted, choice_of, stored_scores
-from vexport.judge.margins import unknown_names, wrong_kind
+from vexport.judge.margin_checks import unknown_names, wrong_kind
 from vexport.judge.pairs import PREFERRED_METRICS, SHARES
 from vexport.records.chosen_metric import parse_chosen_metric
-from vexport.records.margins import EVERY_TASK, Margin, MarginSetting, margins_by_task
+from vexport.records.margin import EVERY_TASK, Margin, Margins, MarginSetting
 from vexport.scenario import Evaluate
 from vexport.scores.aggregates import WHOLE_CORPUS_AGGREGATIONS
 from vexport.scores.metrics import (
@@ -34,17 +34,14 @@ def require_valid_settings(settings: Evaluate, tasks: Sequence[TaskMetrics] | No
     if not tasks:
         return
     names = [task.name for task in tasks]
-    margins = margins_by_task(settings.margin)
+    margins = Margins.read(settings.margin)
     problems = [
-        *unknown_names("margin", margins, names),
+        *unknown_names("margin", margins.by_task, names),
         *unknown_names("gate", settings.gate, names),
         *_unknown_gates(settings.gate, tasks),
     ]
-    everywhere = margins.get(EVERY_TASK)
     for task in tasks:
-        margin = margins.get(task.name, everywhere)
-        if margin is not None:
-            problems += _wrong_kinds(task, margin, settings.gate)
+        problems += _wrong_kinds(task, margins.given(task.name), settings.gate)
     raise_all(problems)
 
 
@@ -57,19 +54,17 @@ def require_valid_against(
     task does not fit if it no longer has the accepted metric. The error lists the problems of all
     tasks. `tasks` are all tasks of the evaluation, or None if their metrics are not known yet.
     """
-    margins = margins_by_task(margin)
+    margins = Margins.read(margin)
     gates = choice_of(accepted)
     problems = [
-        *unknown_names("margin", margins, [*gates]),
+        *unknown_names("margin", margins.by_task, [*gates]),
         *_missing_metrics(tasks or (), accepted),
     ]
-    everywhere = margins.get(EVERY_TASK)
     for name, gate in gates.items():
-        own = margins.get(name, everywhere)
         metric = parse_chosen_metric(gate).metric
         is_share = _is_accepted_share(accepted, name, metric)
-        if own is not None and is_share is not None and own.is_relative == is_share:
-            problems.append(wrong_kind(name, metric, own, is_share=is_share))
+        if is_share is not None:
+            problems += wrong_kind(name, metric, margins.given(name), is_share=is_share)
     raise_all(problems)
 
 
@@ -131,7 +126,7 @@ def _certainly_lacks(task: TaskMetrics, gate: str) -> bool:
 
 
 def _wrong_kinds(
-    task: TaskMetrics, margin: Margin, gates: Mapping[str, str]
+    task: TaskMetrics, margin: Margin | None, gates: Mapping[str, str]
 ) -> Iterator[InputError]:
     """Yield an error if the margin is relative and the deciding metric needs points, or reversely.
 
@@ -139,8 +134,9 @@ def _wrong_kinds(
     """
     metrics = _possible_gates(task, gates)
     kinds = {_is_share(metric, task.metrics.get(metric, "")) for metric in metrics}
-    if len(kinds) == 1 and margin.is_relative in kinds:
-        yield wrong_kind(task.name, metrics[0], margin, is_share=margin.is_relative)
+    (is_share, *others) = kinds
+    if is_share is not None and not others:
+        yield from wrong_kind(task.name, metrics[0], margin, is_share=is_share)
 
 
 def _possible_gates(task: TaskMetrics, gates: Mapping[str, str]) -> list[str]:

@@ -28,6 +28,7 @@ from vexport.judge.statistics import (
 )
 from vexport.judge.worst_candidate import with_worst_candidate
 from vexport.records import AnswerCounts, Comparison, Flip, Outcome, Score, TaskVerdict
+from vexport.records.margin import Margin, Margins, outcome_of
 from vexport.records.values import plural
 from vexport.scores.endings import Ending
 from vexport.scores.table import Scores
@@ -72,7 +73,7 @@ def _mean_interval(pair: TaskPair, values: Scores, alpha: float) -> Interval:
 def compare_task(
     pair: TaskPair,
     *,
-    margin: float,
+    margins: Margins,
     alpha: float,
     fail_alpha: float,
     is_templated: bool | None = None,
@@ -86,14 +87,13 @@ def compare_task(
     PASS becomes INCONCLUSIVE if the worst possible candidate would not fail, or if a model's share
     of lost responses is above the margin. `is_templated` is True if a chat template was applied, or
     None if that is unknown.
-
-    `margin` applies unless the pair has its own margin.
     """
-    margin = own_margin(pair, margin)
+    given = margins.of(pair.task, pair.unit)
+    margin = margin_amount(pair, given)
     bounds = difference_interval(pair, alpha)
     low = bounds.low
     high = bounds.high if fail_alpha == alpha else difference_interval(pair, fail_alpha).high
-    outcome, baseline = _outcome(low, high, margin), _score(pair, pair.baseline, alpha)
+    outcome, baseline = outcome_of(low, high, margin), _score(pair, pair.baseline, alpha)
     levels = Levels(margin=margin, alpha=alpha, fail_alpha=fail_alpha)
     uninformative = _uninformative(pair, baseline, levels, outcome, is_templated)
     outcome = "INCONCLUSIVE" if uninformative else outcome
@@ -137,7 +137,10 @@ def compare_task(
         clusters=None
         if pair.clusters is None or pair.responses_per_cluster > 1
         else len(np.unique(pair.clusters)),
-        also=tuple(comparison(other, margin=margin, alpha=alpha) for other in pair.informational),
+        also=tuple(
+            comparison(other, margins.of(pair.task, other.unit), alpha)
+            for other in pair.informational
+        ),
         unit=pair.unit,
         higher_is_better=pair.sign > 0,
         direction_assumed=pair.direction_assumed,
@@ -148,13 +151,13 @@ def compare_task(
         documents_available=pair.available,
         settling_margin=_settling_margin(pair, low, needed, margin),
         margin=margin,
-        relative_margin=pair.relative_margin,
+        relative_margin=given.value if given.is_relative else None,
     )
 
 
-def own_margin(pair: TaskPair, margin: float) -> float:
-    """Return the pair's own margin, else the given margin of the verdict."""
-    return margin if pair.margin is None else pair.margin
+def margin_amount(pair: TaskPair, margin: Margin) -> float:
+    """Return the margin in the unit of the pair's difference."""
+    return margin.amount(pair.unit, pair.baseline_value)
 
 
 def _scored(pair: TaskPair, baseline: Score) -> str:
@@ -196,12 +199,9 @@ def _answer_counts(
     )
 
 
-def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
-    """Return a difference with its bounds, for information.
-
-    `margin` applies unless the pair has its own margin.
-    """
-    margin = own_margin(pair, margin)
+def comparison(pair: TaskPair, given: Margin, alpha: float) -> Comparison:
+    """Return a difference with its bounds, for information."""
+    margin = margin_amount(pair, given)
     low, high = difference_interval(pair, alpha)
     return Comparison(
         task=pair.task,
@@ -213,12 +213,12 @@ def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
         difference=pair.difference,
         low=low,
         high=high,
-        outcome="INCONCLUSIVE" if pair.undecided else _outcome(low, high, margin),
+        outcome="INCONCLUSIVE" if pair.undecided else outcome_of(low, high, margin),
         unit=pair.unit,
         higher_is_better=pair.sign > 0,
         direction_assumed=pair.direction_assumed,
         margin=margin,
-        relative_margin=pair.relative_margin,
+        relative_margin=given.value if given.is_relative else None,
     )
 
 
@@ -313,7 +313,7 @@ def _amount(pair: TaskPair, loss: float) -> str:
 
 def _margin_amount(pair: TaskPair, loss: float) -> str:
     """Return a loss as a margin, rounded down: points, or per cent of the baseline's value."""
-    if pair.relative_margin is None:
+    if pair.unit == "share":
         return f"{_rounded_down(100 * loss)} points"
     return f"{_rounded_down(100 * loss / abs(pair.baseline_value))}%"
 
@@ -322,10 +322,6 @@ def _rounded_down(value: float) -> str:
     """Return a positive number with two digits that is at most `value`."""
     digits = 1 - math.floor(math.log10(value))
     return f"{math.floor(value * 10.0**digits) / 10.0**digits:.6g}"
-
-
-def _outcome(low: float, high: float, margin: float) -> Outcome:
-    return "PASS" if low > -margin else "FAIL" if high < -margin else "INCONCLUSIVE"
 
 
 def _means(pair: TaskPair) -> Scores:

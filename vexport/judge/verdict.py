@@ -18,7 +18,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -34,25 +34,25 @@ from vexport.judge.accepted import (
     read_accepted,
     select_accepted,
 )
-from vexport.judge.margins import margin_changes, margins_of, with_margins
+from vexport.judge.margin_checks import margin_changes, require_fitting
 from vexport.judge.pairs import Choice, TaskPair, gated_tasks, pool
 from vexport.judge.same_response import same_response_warnings
 from vexport.judge.task_verdict import (
     compare_task,
     comparison,
     difference_interval,
-    own_margin,
+    margin_amount,
 )
 from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, TextLimit, Verdict
-from vexport.records.margins import MarginSetting, margin_of_shares
-from vexport.records.values import about, decimals_of, join_limited, plural
+from vexport.records.margin import EVERY_TASK, Margins, MarginSetting
+from vexport.records.scale import Scale
+from vexport.records.values import about, join_limited, plural
 from vexport.scores.harnesses import read_any_results
 from vexport.scores.results import Results, read_results
 from vexport.scores.settings import MAX_NAMED, changes_by_task, device_of
 from vexport.scores.shared_tasks import SharedTasks, shared_tasks
 
 NO_CHOICE: Choice = MappingProxyType({})
-_MOST_DIGITS = 5
 
 
 @contextmanager
@@ -93,6 +93,8 @@ def decide(
         InputError: If the runs cannot be compared.
         EnvironmentFault: If the engine is not deterministic: repeated responses differ too often.
     """
+    margins = Margins.read(margin)
+    changes: tuple[str, ...] = ()
     if is_accepted(baseline):
         right = read_any_results(candidate, tasks)
         if right.harness != "lm-eval":
@@ -112,12 +114,15 @@ def decide(
         sides = {name: (recorded, right.fingerprint_of(name)) for name in shared.names}
         replaced: tuple[str, ...] = ()
         identity = describe_accepted(baseline, accepted)
-        stored = margins_of(gates, accepted.margin)
-        margins = margin_changes(gates, margin, stored)
-        margin = stored if margin is None else margin
+        stored = Margins.read(accepted.margin).only([gate.task for gate in gates])
+        if margin is None:
+            margins = stored
+        elif accepted.margin is not None:
+            require_fitting(gates, margins)
+            require_fitting(gates, stored)
+            changes = tuple(margin_changes(gates, margins, stored))
     else:
         identity = None
-        margins = ()
         left, right = attempt_all(
             (str(run), partial(read_any_results, run, tasks)) for run in (baseline, candidate)
         )
@@ -135,12 +140,11 @@ def decide(
             name: (left.fingerprint_of(name), right.fingerprint_of(name)) for name in shared.names
         }
         replaced = left.replaced
-    gates = with_margins(gates, margin)
-    shares = margin_of_shares(margin)
-    verdict = judge(gates, margin=shares, alpha=alpha, prompting=right.prompting)
+    require_fitting(gates, margins)
+    verdict = judge(gates, margins=margins, alpha=alpha, prompting=right.prompting)
     verdict = _without_missing_tasks(verdict, shared)
     warnings = (
-        *margins,
+        *changes,
         *same_response_warnings(gates),
         *_direction_warnings(verdict),
         *replaced,
@@ -180,9 +184,10 @@ def tasks_without_loss(path: Path, folder: Path, alpha: float) -> Iterator[str]:
     `folder` has the results that were accepted.
     """
     accepted, results = read_accepted(path), read_results(folder)
-    gates = with_margins(pair_with(accepted, results, NO_CHOICE), accepted.margin)
-    margin = margin_of_shares(accepted.margin)
-    for task in judge(gates, margin=margin, alpha=alpha, prompting=results.prompting).tasks:
+    gates = pair_with(accepted, results, NO_CHOICE)
+    margins = Margins.read(accepted.margin)
+    require_fitting(gates, margins)
+    for task in judge(gates, margins=margins, alpha=alpha, prompting=results.prompting).tasks:
         if task.uninformative:
             yield f"{task.task} cannot show a loss: {task.uninformative}"
 
@@ -229,19 +234,16 @@ def _repeatability_text(run: Results, side: str, alpha: float) -> str:
 def judge(
     gates: Sequence[TaskPair],
     *,
-    margin: float,
+    margins: Margins,
     alpha: float,
     prompting: Prompting | None = None,
 ) -> Verdict:
-    """Return the verdict over all tasks. `prompting` has the settings of the prompts.
-
-    `margin` applies to the pairs without their own margin.
-    """
-    levels = holm_levels(gates, margin=margin, alpha=alpha)
+    """Return the verdict over all tasks. `prompting` has the settings of the prompts."""
+    levels = holm_levels(gates, margins=margins, alpha=alpha)
     tasks = tuple(
         compare_task(
             gate,
-            margin=margin,
+            margins=margins,
             alpha=alpha,
             fail_alpha=level,
             is_templated=_is_templated(gate.task, prompting),
@@ -251,12 +253,12 @@ def judge(
     outcome = overall_outcome(tasks)
     return Verdict(
         outcome=outcome,
-        reason=reason_for(outcome, tasks, margin=margin),
-        margin=margin,
+        reason=reason_for(outcome, tasks),
+        margin=margins.of(EVERY_TASK, "share").value,
         alpha=alpha,
         method=_method(gates, alpha),
         tasks=tasks,
-        pooled=_pooled(gates, margin, alpha),
+        pooled=_pooled(gates, margins, alpha),
     )
 
 
@@ -268,15 +270,13 @@ def _is_templated(task: str, prompting: Prompting | None) -> bool | None:
     )
 
 
-def holm_levels(pairs: Sequence[TaskPair], *, margin: float, alpha: float) -> list[float]:
+def holm_levels(pairs: Sequence[TaskPair], *, margins: Margins, alpha: float) -> list[float]:
     """Return the level of the last test of each task in Holm's procedure.
 
     Each step tests the remaining tasks for a loss above the margin, at the level alpha / (number of
     remaining tasks). Tasks that fail are removed. The procedure ends if no task fails in a step.
-
-    `margin` applies to the pairs without their own margin.
     """
-    strengths = [_strength(pair, len(pairs), margin=margin, alpha=alpha) for pair in pairs]
+    strengths = [_strength(pair, len(pairs), margins, alpha) for pair in pairs]
     levels = [alpha] * len(pairs)
     remaining = len(pairs)
     order = sorted(range(len(pairs)), key=lambda index: -strengths[index])
@@ -295,14 +295,15 @@ def holm_levels(pairs: Sequence[TaskPair], *, margin: float, alpha: float) -> li
     return levels
 
 
-def _strength(pair: TaskPair, tasks: int, *, margin: float, alpha: float) -> int:
+def _strength(pair: TaskPair, tasks: int, margins: Margins, alpha: float) -> int:
     """Return the largest number up to `tasks` so that the task fails at alpha / number, else 0.
 
     A task that fails at a level also fails at every higher level.
     """
+    margin = margin_amount(pair, margins.of(pair.task, pair.unit))
 
     def fails(number: int) -> bool:
-        return difference_interval(pair, alpha / number).high < -own_margin(pair, margin)
+        return difference_interval(pair, alpha / number).high < -margin
 
     if not fails(1):
         return 0
@@ -339,7 +340,7 @@ def _interval_name(gate: TaskPair) -> str:
     return f"{name} clustered by {'document' if gate.seeds > 1 else 'task'}"
 
 
-def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Comparison | None:
+def _pooled(gates: Sequence[TaskPair], margins: Margins, alpha: float) -> Comparison | None:
     """Compare the documents of all tasks together. Return None unless all metrics are 0/1.
 
     The result is only shown, because the tasks decide. It is also None for a single task.
@@ -348,7 +349,7 @@ def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Compariso
     if len(pairs) < len(gates) or len(pairs) == 1:
         return None
     shared = {(pair.metric, pair.filter) for pair in pairs}
-    pooled = comparison(pool("all tasks", pairs), margin=margin, alpha=alpha)
+    pooled = comparison(pool("all tasks", pairs), margins.of(EVERY_TASK, "share"), alpha)
     return (
         pooled
         if len(shared) == 1
@@ -356,69 +357,10 @@ def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Compariso
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """Format differences of a metric: in points for a share, else in the metric's units.
-
-    `margin` is in the metric's units. If the margin was given as a share of the baseline's value,
-    `relative` is this share. For a margin in points, `relative` is None.
-    """
-
-    factor: int
-    name: str
-    margin: float
-    relative: float | None = None
-
-    @property
-    def digits(self) -> int:
-        """Number of decimals: 2, or more if a relative margin needs them to show two digits."""
-        if self.relative is None:
-            return 2
-        return decimals_of(self.margin)
-
-    def number(self, value: float) -> str:
-        """Return the value with two decimals, or with one decimal from 10 up.
-
-        More decimals are shown if a relative margin is small, or if the rounded value would equal
-        the margin although the exact value does not.
-        """
-        scaled, limit = self.factor * value, self.factor * self.margin
-        least = 1 if abs(scaled) >= 10 else self.digits
-        for digits in range(least, max(_MOST_DIGITS, least + 1)):
-            text = f"{scaled:.{digits}f}"
-            if abs(scaled) == limit or abs(float(text)) != limit:
-                break
-        return text if float(text) else text.lstrip("-")
-
-    def signed(self, value: float) -> str:
-        text = self.number(value)
-        return text if text.startswith("-") or not float(text) else f"+{text}"
-
-    @property
-    def limit(self) -> str:
-        """Accepted loss: `2 points`, or `0.00995 (1%) nats per word`."""
-        if self.relative is not None:
-            return f"{self.margin:.3g} ({100 * self.relative:.6g}%){self.name}"
-        amount = f"{self.factor * self.margin:.6g}"
-        return amount + (" point" if (amount, self.name) == ("1", " points") else self.name)
-
-    @property
-    def short_limit(self) -> str:
-        """Accepted loss in sentences on several tasks: `2 points`, or `1%` if it is relative."""
-        return self.limit if self.relative is None else f"{100 * self.relative:.6g}%"
-
-    @property
-    def accepted(self) -> str:
-        """Clause on the accepted loss: `2 points were accepted`."""
-        if not self.margin:
-            return "no loss was accepted"
-        return f"{self.limit} {'were' if self.limit.endswith(' points') else 'was'} accepted"
-
-
-def reason_for(outcome: Outcome, tasks: Sequence[TaskVerdict], *, margin: float) -> str:
+def reason_for(outcome: Outcome, tasks: Sequence[TaskVerdict]) -> str:
     """Return the reason for the outcome over all tasks, without a full stop."""
     makers = {"PASS": _pass_reason, "FAIL": _fail_reason, "INCONCLUSIVE": _inconclusive_reason}
-    return makers[outcome](tasks, margin) + _assumed_text(tasks)
+    return makers[outcome](tasks) + _assumed_text(tasks)
 
 
 def _assumed_text(tasks: Sequence[TaskVerdict]) -> str:
@@ -430,40 +372,19 @@ def _assumed_text(tasks: Sequence[TaskVerdict]) -> str:
     return f"; direction assumed{names}: higher is better"
 
 
-def _unit(task: TaskVerdict, margin: float) -> _Unit:
-    """Return the format of a task's differences. `margin` applies if the task has no own margin."""
-    own = margin if task.margin is None else task.margin
-    if task.in_shares:
-        return _Unit(100, " points", own)
-    has_name = task.unit is not None and task.unit != "metric"
-    name = f" {task.unit}" if has_name else f" in {task.metric}"
-    return _Unit(1, name, own, task.relative_margin)
-
-
-def _pass_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
-    worst = min(tasks, key=lambda task: _share_of_margin(task, task.low, margin))
-    unit = _unit(worst, margin)
+def _pass_reason(tasks: Sequence[TaskVerdict]) -> str:
+    worst = min(tasks, key=lambda task: task.share_of_margin(task.low))
+    unit = worst.scale
     if len(tasks) == 1:
         return f"{worst.task} {_change_text(worst, unit)}, {unit.accepted}"
-    loss = _loss_compared_to_margin("less", tasks, margin, "lose nothing")
+    loss = _loss_compared_to_margin("less", tasks, "lose nothing")
     change, bound = _change_and_bound(worst, unit)
     return f"{_all_tasks(tasks)} {loss} (worst: {worst.task} {change}, {bound})"
 
 
-def _share_of_margin(task: TaskVerdict, value: float, margin: float) -> float:
-    """Return a difference as a share of the task's margin, so that tasks can be compared.
-
-    If the margin is 0, return the difference itself.
-    """
-    own = _unit(task, margin).margin
-    return value / own if own else value
-
-
-def _loss_compared_to_margin(
-    word: str, tasks: Sequence[TaskVerdict], margin: float, nothing: str
-) -> str:
+def _loss_compared_to_margin(word: str, tasks: Sequence[TaskVerdict], nothing: str) -> str:
     """Return `lose less than 2 points or 1%`, or the text `nothing` if all margins are 0."""
-    units = [_unit(task, margin) for task in tasks]
+    units = [task.scale for task in tasks]
     if not any(unit.margin for unit in units):
         return nothing
     limits = dict.fromkeys(unit.short_limit for unit in units)
@@ -474,18 +395,18 @@ def _all_tasks(tasks: Sequence[TaskVerdict]) -> str:
     return "both tasks" if len(tasks) == 2 else f"all {len(tasks)} tasks"
 
 
-def _fail_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
+def _fail_reason(tasks: Sequence[TaskVerdict]) -> str:
     failed = [task for task in tasks if task.outcome == "FAIL"]
-    worst = min(failed, key=lambda task: _share_of_margin(task, task.high, margin))
-    unit = _unit(worst, margin)
+    worst = min(failed, key=lambda task: task.share_of_margin(task.high))
+    unit = worst.scale
     if len(failed) == 1:
-        loss = f"{unit.number(-worst.difference)}{unit.name} (at least {unit.number(-worst.high)})"
+        loss = f"{unit.number(-worst.difference)} {unit.unit} (at least {unit.number(-worst.high)})"
         cause = f"; {worst.lost_answers}" if worst.too_many_lost else ""
         return (
             f"{worst.task} loses {loss}, {unit.accepted}{cause}{_other_tasks_text(tasks, 'FAIL')}"
         )
-    lost = _loss_compared_to_margin("more", failed, margin, "lose something")
-    loss = f"loses {unit.number(-worst.difference)}{unit.name}"
+    lost = _loss_compared_to_margin("more", failed, "lose something")
+    loss = f"loses {unit.number(-worst.difference)} {unit.unit}"
     bound = f"at least {unit.number(-worst.high)}"
     which = (
         _all_tasks(tasks) if len(failed) == len(tasks) else f"{len(failed)} of {len(tasks)} tasks"
@@ -493,7 +414,7 @@ def _fail_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
     return f"{which} {lost} (worst: {worst.task} {loss}, {bound})"
 
 
-def _inconclusive_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
+def _inconclusive_reason(tasks: Sequence[TaskVerdict]) -> str:
     uninformative = [task for task in tasks if task.uninformative]
     unsettled = [
         task for task in tasks if task.outcome == "INCONCLUSIVE" and not task.uninformative
@@ -501,7 +422,7 @@ def _inconclusive_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
     lost = [task for task in unsettled if task.too_many_lost]
     if uninformative:
         left = (
-            f"; {_inconclusive_reason(unsettled, margin)}"
+            f"; {_inconclusive_reason(unsettled)}"
             if unsettled
             else _other_tasks_text(tasks, "INCONCLUSIVE")
         )
@@ -511,7 +432,7 @@ def _inconclusive_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
         rest = [task for task in tasks if task not in lost]
         open_ = [task for task in rest if task.outcome == "INCONCLUSIVE"]
         left = (
-            f"; {_inconclusive_reason(open_, margin)}"
+            f"; {_inconclusive_reason(open_)}"
             if open_
             else _other_tasks_text(tasks, "INCONCLUSIVE")
         )
@@ -520,8 +441,8 @@ def _inconclusive_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
         return f"{names} {verb} too many responses that do not count: {lost[0].lost_answers}{left}"
     if len(unsettled) == 1:
         (task,) = unsettled
-        unit = _unit(task, margin)
-        change = f"{unit.signed(task.difference)}{unit.name}"
+        unit = task.scale
+        change = f"{unit.signed(task.difference)} {unit.unit}"
         span = f"between {unit.signed(task.low)} and {unit.signed(task.high)}"
         remedy = "at this difference no number of documents would settle it"
         if task.has_too_few_documents:
@@ -550,21 +471,21 @@ def _needed_documents(task: TaskVerdict) -> str:
     return f"{read}, {about(needed)} needed"
 
 
-def _change_text(task: TaskVerdict, unit: _Unit) -> str:
+def _change_text(task: TaskVerdict, unit: Scale) -> str:
     """Return `loses 0.43 points (at most 0.84)`, or the corresponding text for a gain."""
     change, bound = _change_and_bound(task, unit)
     return f"{change} ({bound})"
 
 
-def _change_and_bound(task: TaskVerdict, unit: _Unit) -> tuple[str, str]:
+def _change_and_bound(task: TaskVerdict, unit: Scale) -> tuple[str, str]:
     """Return `loses 0.43 points` and `at most 0.84`, or the corresponding texts for a gain."""
     difference = float(unit.number(task.difference))
     if difference < 0:
-        change = f"loses {unit.number(-task.difference)}{unit.name}"
+        change = f"loses {unit.number(-task.difference)} {unit.unit}"
         return change, f"at most {unit.number(-task.low)}"
     if not difference:
-        return "loses nothing", f"at most {unit.number(max(0.0, -task.low))}{unit.name}"
-    change = f"gains {unit.number(task.difference)}{unit.name}"
+        return "loses nothing", f"at most {unit.number(max(0.0, -task.low))} {unit.unit}"
+    change = f"gains {unit.number(task.difference)} {unit.unit}"
     if task.low >= 0:
         return change, f"at least {unit.number(task.low)}"
     return change, f"at worst it loses {unit.number(-task.low)}"

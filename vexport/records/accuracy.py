@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vexport.records.margin import Unit
+from vexport.records.scale import Scale
 from vexport.records.values import Outcome, about, plural
 
 
@@ -218,61 +220,64 @@ class Flip:
     direction: Literal["right to wrong", "wrong to right"]
 
 
-Unit = Literal["share", "nats", "nats per word", "nats per byte", "bits per byte", "metric"]
-"""The unit of differences of a metric.
-
-It is a share from 0 to 1, nats (log-likelihoods and the logarithms of perplexities), bits per byte,
-or the metric's unit.
-"""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Difference of a metric between both models, for information. It does not change the outcome.
+class Difference:
+    """Difference of a metric between both models on the same documents.
 
-    A positive difference means that the candidate is better. The bounds are one-sided, at 1 -
-    alpha. `outcome` compares them with the margin. It is always INCONCLUSIVE if the metric cannot
-    decide a verdict. `higher_is_better` is True if a higher score of a single document is better.
-    For perplexities, this score is the document's log-likelihood. `unit` is None in reports of
-    older versions.
-
-    `baseline` and `candidate` are lm-eval's aggregates. For perplexities, the difference is in
-    nats: the logarithm of the ratio of both perplexities, with a negative sign if the perplexity
-    rises. `margin` is in the unit of the difference. If it is relative, `relative_margin` is its
-    share of the baseline's value. Both are None in reports of older versions. `direction_assumed`
-    is True if neither the harness nor the user states whether higher is better.
+    - `difference` is candidate minus baseline: negative if the candidate is worse. For perplexities
+      it is in nats: the logarithm of the ratio of both perplexities, with a negative sign if the
+      perplexity rises.
+    - `low` and `high` are the one-sided bounds that decide, both at 1 - alpha. If there are several
+      tasks, `high` is at the level of Holm's step instead.
+    - `margin` is the acceptable loss in the unit of the difference. If it is relative,
+      `relative_margin` is its share of the baseline's value.
+    - `higher_is_better` is True if a higher score of a single document is better. For perplexities,
+      this score is the document's log-likelihood. `direction_assumed` is True if neither the
+      harness nor the user states it.
     """
 
     task: str
     metric: str
     filter: str
     documents: int
-    baseline: float
-    candidate: float
+    unit: Unit
+    higher_is_better: bool = True
+    direction_assumed: bool = False
     difference: float
     low: float
     high: float
-    outcome: Outcome
-    unit: Unit | None = None
-    higher_is_better: bool = True
-    margin: float | None = None
+    margin: float
     relative_margin: float | None = None
-    direction_assumed: bool = False
+    outcome: Outcome
 
     @property
-    def in_shares(self) -> bool:
-        """Return True if the scores are shares, so that differences are points."""
-        return _in_shares(self.unit, self.baseline, self.candidate)
+    def scale(self) -> Scale:
+        """The format of the metric's numbers."""
+        return Scale(
+            measure=self.unit,
+            metric=self.metric,
+            margin=self.margin,
+            relative_margin=self.relative_margin,
+        )
+
+    def share_of_margin(self, value: float) -> float:
+        """Return a difference as a share of the margin, to compare tasks with different margins.
+
+        If the margin is 0, return the difference itself.
+        """
+        return value / self.margin if self.margin else value
 
 
-def _in_shares(unit: Unit | None, baseline: float, candidate: float) -> bool:
-    """Return True for the unit `share`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison(Difference):
+    """Difference of a metric for information. It does not change the outcome of a verdict.
 
-    If the unit is unknown (older reports), the function guesses from both means.
+    `baseline` and `candidate` are lm-eval's aggregates. `outcome` compares the bounds with the
+    margin. It is always INCONCLUSIVE if the metric cannot decide a verdict.
     """
-    if unit is not None:
-        return unit == "share"
-    return min(baseline, candidate) >= 0 and max(baseline, candidate) <= 1
+
+    baseline: float
+    candidate: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,25 +300,12 @@ class AnswerCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskVerdict:
+class TaskVerdict(Difference):
     """Comparison on a task, or on a group of tasks that lm-eval aggregates.
 
-    Difference and bounds:
-    - `difference` is candidate minus baseline: negative if the candidate is worse.
-    - `low` and `high` are the one-sided bounds that decide, both at 1 - alpha. If there are several
-      tasks, `high` is at the level of Holm's step instead.
+    - The values of `baseline` and `candidate` are lm-eval's aggregates.
     - `recovery` is candidate / baseline. It is None if lower scores are better or if the baseline's
       mean is not positive.
-    - `unit` is the unit of the difference. It is None in reports of older versions.
-    - `higher_is_better` is True if a higher score of a single document is better. For perplexities,
-      this score is the document's log-likelihood. `direction_assumed` is True if neither the
-      harness nor the user states it.
-    - The values of `baseline` and `candidate` are lm-eval's aggregates. For perplexities, the
-      difference is in nats: the logarithm of the ratio of both perplexities, with a negative sign
-      if the perplexity rises.
-    - `margin` is the acceptable loss in the unit of the difference. If it is relative,
-      `relative_margin` is its share of the baseline's value. `margin` is None in reports of older
-      versions, for which the verdict's margin applies.
 
     Changed responses:
     - `right_to_wrong` counts the responses that became wrong. If the metric is not 0/1, it counts
@@ -345,16 +337,8 @@ class TaskVerdict:
       True if they exceed the margin: then the outcome is never PASS.
     """
 
-    task: str
-    metric: str
-    filter: str
-    outcome: Outcome
-    documents: int
     baseline: Score
     candidate: Score
-    difference: float
-    low: float
-    high: float
     right_to_wrong: int
     wrong_to_right: int
     changed_wrong: int | None
@@ -372,22 +356,12 @@ class TaskVerdict:
     seeds: int = 1
     seeds_needed: int | None = None
     also: tuple[Comparison, ...] = ()
-    unit: Unit | None = None
-    higher_is_better: bool = True
     baseline_answers: AnswerCounts | None = None
     candidate_answers: AnswerCounts | None = None
     lost_answers: str = ""
     too_many_lost: bool = False
     documents_available: int | None = None
     settling_margin: float | None = None
-    margin: float | None = None
-    relative_margin: float | None = None
-    direction_assumed: bool = False
-
-    @property
-    def in_shares(self) -> bool:
-        """Return True if the scores are shares, so that differences are points."""
-        return _in_shares(self.unit, self.baseline.value, self.candidate.value)
 
     @property
     def has_too_few_documents(self) -> bool:
@@ -654,10 +628,6 @@ class Verdict:
     def worst_task(self) -> TaskVerdict | None:
         """Return the task with the lowest lower bound, or None without tasks.
 
-        Bounds of tasks with different margins are compared as shares of the margin.
+        Bounds are compared as shares of the margin.
         """
-        limits = [self.margin if task.margin is None else task.margin for task in self.tasks]
-        if len(set(limits)) > 1 and all(limits):
-            pairs = zip(self.tasks, limits, strict=True)
-            return min(pairs, key=lambda pair: pair[0].low / pair[1])[0]
-        return min(self.tasks, key=lambda task: task.low, default=None)
+        return min(self.tasks, key=lambda task: task.share_of_margin(task.low), default=None)

@@ -12,6 +12,7 @@ from vexport.records import (
     TextVerdict,
     Verdict,
 )
+from vexport.records.scale import Scale, percent
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import (
@@ -25,21 +26,16 @@ from vexport.reports.document import (
 )
 from vexport.reports.findings import verdict_gates
 from vexport.reports.formatting import (
-    Scale,
     accepted_loss,
     attribution_line,
     count,
     direction_note,
-    margin_of,
-    margin_text,
     measure_interval,
     measure_value,
     method_line,
     next_step_of_verdict,
     p_value,
-    percent,
     percent_interval,
-    scale_of,
     shown_tasks,
     small,
     task_title,
@@ -175,7 +171,7 @@ def _lost_table(verdict: Verdict) -> doc.Section | None:
 
 
 def _task_row(task: TaskVerdict) -> Iterator[TableCell]:
-    scale = scale_of(task)
+    scale = task.scale
     yield TableCell(task_title(task), task.remedy)
     yield badge(task.outcome)
     yield TableCell(count(task.documents), f"{task.seeds} responses each" if task.seeds > 1 else "")
@@ -204,7 +200,7 @@ def _shown_comparisons(verdict: Verdict) -> Iterator[Comparison]:
 
 
 def _comparison_row(comparison: Comparison) -> doc.Row:
-    scale, direction = scale_of(comparison), direction_note(comparison)
+    scale, direction = comparison.scale, direction_note(comparison)
     interval = f"{scale.changes(comparison.low, comparison.high)} {scale.unit}"
     title = task_title(comparison)
     return row(
@@ -221,19 +217,16 @@ def forests(verdict: Verdict) -> Iterator[doc.Forest]:
 
     The axis is slightly longer than the range of the values.
     """
-    charts: dict[tuple[Scale, float], list[TaskVerdict]] = {}
+    charts: dict[Scale, list[TaskVerdict]] = {}
     for task in shown_tasks(verdict.tasks):
-        margin = margin_of(task, verdict.margin)
-        charts.setdefault((scale_of(task), margin), []).append(task)
-    for (scale, margin), tasks in charts.items():
-        ends = [*(end for task in tasks for end in (task.low, task.high)), -margin, 0.0]
+        charts.setdefault(task.scale, []).append(task)
+    for scale, tasks in charts.items():
+        ends = [*(end for task in tasks for end in (task.low, task.high)), -scale.margin, 0.0]
         low, high = min(ends), max(ends)
         room = 0.06 * (high - low) or 1.0
         yield doc.Forest(
             scale=scale,
             tasks=tuple(tasks),
-            margin=margin,
-            limit=margin_text(tasks[0], verdict.margin),
             low=low - room,
             high=high + room,
         )
@@ -330,11 +323,11 @@ def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
     if verdict is None or worst is None:
         nothing = ("not measured", "", "an earlier gate failed")
         return doc.Tile(first, *nothing), doc.Tile(second, *nothing)
-    scale = scale_of(worst)
+    scale = worst.scale
     scores = f"{scale.value(worst.baseline.value)} to {scale.value(worst.candidate.value)}"
     note = (
         f"{worst.task}: {scores}, interval {scale.changes(worst.low, worst.high)}; "
-        f"a loss of {margin_text(worst, verdict.margin)} is accepted"
+        f"a loss of {scale.bare_limit} is accepted"
     )
     lost = sum(task.right_to_wrong for task in verdict.tasks)
     gained = sum(task.wrong_to_right for task in verdict.tasks)

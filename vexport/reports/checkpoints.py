@@ -24,18 +24,11 @@ from vexport.records.gates import (
     ignored_counts,
     static_reason,
 )
+from vexport.records.scale import percent
 from vexport.reports import document as doc
 from vexport.reports.document import facts, muted, parts, row, table
 from vexport.reports.findings import check_target
-from vexport.reports.formatting import (
-    count,
-    duration,
-    engine_line,
-    percent,
-    served_with,
-    size,
-    small,
-)
+from vexport.reports.formatting import count, duration, engine_line, served_with, size, small
 
 CheckpointReport = CheckReport | LoadReport | DryLoadReport
 T = TypeVar("T", bound=CheckpointReport)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Literal
 
 from vexport.records import Finding
 from vexport.records.gates import SEVERITIES, Gate, Status
+from vexport.records.scale import Scale
 from vexport.records.values import plural
 from vexport.reports.findings import MAX_FOLLOWING, FindingKind, fold
-from vexport.reports.formatting import Scale, outcome_line
+from vexport.reports.formatting import outcome_line
 
 if TYPE_CHECKING:
     from vexport.records import TaskVerdict
@@ -154,14 +155,12 @@ class Tokens:
 class Forest:
     """Chart of the tasks with the same scale, with lines at zero and at the accepted loss.
 
-    The axis goes from `low` to `high`. `limit` is the accepted loss as text, without its unit.
+    The axis goes from `low` to `high`.
     Positions are in per cent of the width, so the SVG can stretch while its text keeps its size.
     """
 
     scale: Scale
     tasks: tuple["TaskVerdict", ...]
-    margin: float
-    limit: str
     low: float
     high: float
 
@@ -172,14 +171,13 @@ class Forest:
     @property
     def axis_unit(self) -> str:
         """Unit of the axis, in words."""
-        unit = self.scale.unit
-        return f"units {unit}" if unit.startswith("of ") else unit
+        return self.scale.unit
 
     @property
     def ticks(self) -> Iterator[tuple[float, str]]:
         """Yield the positions of at most seven round values, and their labels."""
         for value in round_values(self.low, self.high, 6):
-            shown = value * (100 if self.scale.shares else 1)
+            shown = value * (100 if self.scale.measure == "share" else 1)
             yield self.at(value), f"{shown:+.3g}" if value else "0"
 
 

@@ -30,12 +30,10 @@ from vexport.records.gates import (
 from vexport.records.values import plural
 from vexport.reports.formatting import (
     count,
-    margin_text,
     measure_interval,
     measure_value,
     outcome_line,
     report_sentence,
-    scale_of,
     task_title,
 )
 
@@ -268,28 +266,26 @@ def verdict_gates(verdict: "Verdict") -> tuple[Gate, ...]:
 
 def _accuracy_gates(verdict: "Verdict") -> Iterator[Gate]:
     for task in verdict.tasks:
-        yield Gate(
-            name=task_title(task), status=task.outcome, message=_task_message(task, verdict.margin)
-        )
+        yield Gate(name=task_title(task), status=task.outcome, message=_task_message(task))
     for limit in verdict.text.limits if verdict.text else ():
         yield Gate(
             name=f"text ({limit.measure})", status=limit.outcome, message=_text_message(limit)
         )
 
 
-def _task_message(task: "TaskVerdict", margin: float) -> str:
+def _task_message(task: "TaskVerdict") -> str:
     """Return the difference with its interval and the margin."""
     if task.uninformative:
         return f"cannot show a loss: {task.uninformative}"
     if task.too_many_lost and task.outcome == "INCONCLUSIVE":
         return f"too many responses that do not count: {task.lost_answers}"
-    scale, more = scale_of(task), f"; {task.lost_answers}" if task.too_many_lost else ""
+    scale, more = task.scale, f"; {task.lost_answers}" if task.too_many_lost else ""
     answers = f", {task.seeds} responses each" if task.seeds > 1 else ""
     if task.outcome == "INCONCLUSIVE" and task.remedy:
         more = f"; {task.remedy}"
     return (
         f"{scale.change(task.difference)} {scale.unit} ({scale.changes(task.low, task.high)}), "
-        f"margin {margin_text(task, margin)}, {count(task.documents)} documents{answers}{more}"
+        f"margin {scale.bare_limit}, {count(task.documents)} documents{answers}{more}"
     )
 
 

@@ -1,21 +1,19 @@
 """Format numbers and sentences in the same way for all formats of a report."""
 
-import math
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
 from vexport.formats.plan import Plan
 from vexport.records import EngineInfo, ExpertCoverage, Outcome, Verdict
-from vexport.records.values import about, decimals_of, join_limited, plural
+from vexport.records.scale import NOT_AVAILABLE, interval, percent
+from vexport.records.values import about, join_limited, plural
 
 if TYPE_CHECKING:
     from vexport.records import Attribution, Comparison, Prompting, TaskVerdict, TextLimit, Verdict
     from vexport.reports.run_record import Report
 
-NOT_AVAILABLE = "n/a"
 LATE_FAILURE_ADVICE = (
     "compare rope_theta, rope scaling and sliding window in config.json with the source's, and "
     "check the scales of the KV cache"
@@ -36,60 +34,9 @@ MAX_SHOWN_TASKS = 100
 MAX_NAMED = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Format of a metric's numbers: per cent and points for shares, else the metric's units.
-
-    `own_unit` is the unit of differences that are not in points. `digits` is the number of decimals
-    of differences.
-    """
-
-    shares: bool
-    own_unit: str = "of the metric"
-    digits: int = 2
-
-    @property
-    def unit(self) -> str:
-        """Unit of a difference."""
-        return "points" if self.shares else self.own_unit
-
-    def value(self, value: float | None) -> str:
-        """Return a score: `99.4%`, or `27.31`."""
-        return percent(value) if self.shares or value is None else f"{value:.4g}"
-
-    def interval(self, low: float | None, high: float | None) -> str:
-        """Return a two-sided interval of scores: `98.1% to 99.6%`, or `n/a` without ends."""
-        return _interval(self.value(low), self.value(high))
-
-    def change(self, value: float) -> str:
-        """Return a difference with its decimals: -0.0031 gives `-0.31` points."""
-        if not math.isfinite(value):
-            return NOT_AVAILABLE
-        digits = self.digits
-        number = round(value * (100 if self.shares else 1), digits) + 0.0
-        return f"{number:+.{digits}f}" if number else f"{0:.{digits}f}"
-
-    def changes(self, low: float, high: float) -> str:
-        """Return a two-sided interval of differences: `-1.30 to +0.10`."""
-        return _interval(self.change(low), self.change(high))
-
-    def limit(self, value: float) -> str:
-        """Return a limit as the user set it: 0.02 gives `2` points."""
-        return f"{value * (100 if self.shares else 1):.6g}"
-
-
-def percent(value: float | None, digits: int = 1) -> str:
-    """Return a share in per cent: 0.9944 gives `99.4%`."""
-    return NOT_AVAILABLE if value is None or not math.isfinite(value) else f"{value:.{digits}%}"
-
-
 def percent_interval(low: float | None, high: float | None) -> str:
     """Return a two-sided interval of shares: `98.1% to 99.6%`, or `n/a` without ends."""
-    return _interval(percent(low), percent(high))
-
-
-def _interval(low: str, high: str) -> str:
-    return NOT_AVAILABLE if NOT_AVAILABLE in (low, high) else f"{low} to {high}"
+    return interval(percent(low), percent(high))
 
 
 def size(num_bytes: int) -> str:
@@ -306,49 +253,16 @@ def served_with(engine: EngineInfo) -> str:
     )
 
 
-def scale_of(task: "TaskVerdict | Comparison") -> Scale:
-    """Return the scale of a task: per cent for shares, else nats or the metric's units.
-
-    The verdict's reason uses the same scale. Differences in nats have three decimals, and other
-    differences have two. Nats and the metric's units get more decimals if a relative margin is so
-    small that its first two digits would not be visible.
-    """
-    if task.in_shares:
-        return Scale(True)
-    digits = 3 if (task.unit or "").startswith("nats") else 2
-    if task.relative_margin is not None and task.margin is not None:
-        digits = max(digits, decimals_of(task.margin))
-    unit = task.unit if task.unit not in (None, "metric") else "of the metric"
-    return Scale(False, own_unit=str(unit), digits=digits)
-
-
-def margin_of(task: "TaskVerdict | Comparison", margin: float) -> float:
-    """Return a task's margin, or the verdict's `margin` in reports of older versions."""
-    return margin if task.margin is None else task.margin
-
-
-def margin_text(task: "TaskVerdict | Comparison", margin: float) -> str:
-    """Return a task's margin without its unit: `2`, or `0.00995 (1%)` if the margin is relative.
-
-    `margin` is the verdict's margin. It is used if the task has no margin.
-    """
-    task_margin = margin_of(task, margin)
-    if task.relative_margin is None:
-        return scale_of(task).limit(task_margin)
-    return f"{task_margin:.3g} ({100 * task.relative_margin:.6g}%)"
-
-
 def direction_note(comparison: "Comparison") -> str:
     """Return whether higher or lower is better, and for log-likelihoods also the kind and unit.
 
-    Return "" for shares where higher is better, and if an older report has no unit.
+    Return "" for shares where higher is better.
     """
     better = "higher is better" if comparison.higher_is_better else "lower is better"
-    if comparison.unit is not None and comparison.unit.startswith("nats"):
+    if comparison.unit.startswith("nats"):
         kind = "log-likelihood" if comparison.higher_is_better else "negative log-likelihood"
         return f"{kind} in {comparison.unit}, {better}"
-    is_plain = comparison.higher_is_better and comparison.in_shares
-    return "" if is_plain or comparison.unit is None else better
+    return "" if comparison.higher_is_better and comparison.unit == "share" else better
 
 
 def attribution_line(attribution: "Attribution") -> str:
@@ -417,11 +331,7 @@ def shown_tasks(tasks: "Sequence[TaskVerdict]") -> "Sequence[TaskVerdict]":
 
 def accepted_loss(verdict: "Verdict") -> str:
     """Return the margin with its unit, or all different margins of the tasks."""
-    losses = [
-        f"{margin_text(task, verdict.margin)} {scale_of(task).unit}" for task in verdict.tasks
-    ]
-    scale = Scale(True)
-    return " or ".join(dict.fromkeys(losses)) or f"{scale.limit(verdict.margin)} {scale.unit}"
+    return " or ".join(dict.fromkeys(task.scale.limit for task in verdict.tasks))
 
 
 def method_line(verdict: "Verdict") -> str:

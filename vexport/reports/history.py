@@ -3,16 +3,11 @@
 from collections.abc import Iterator, Sequence
 
 from vexport.records import History, HistoryRow, HistoryTask, Outcome
+from vexport.records.scale import NOT_AVAILABLE, percent
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import TableCell, facts, muted, parts, table
-from vexport.reports.formatting import (
-    NOT_AVAILABLE,
-    Scale,
-    measure_interval,
-    measure_value,
-    scale_of,
-)
+from vexport.reports.formatting import measure_interval, measure_value
 
 _DIGEST_DIGITS = 8
 _UNKNOWN = "unknown"
@@ -103,7 +98,7 @@ def _room(task: HistoryTask) -> float:
     """Return how far the bound of a task is from its limit, as a share of the limit."""
     if (limit := task.limit) is not None:
         return -(limit.value if limit.high is None else limit.high) / (limit.limit or 1.0)
-    return task.verdict.low / (task.verdict.margin or 1.0) if task.verdict is not None else 0.0
+    return task.verdict.share_of_margin(task.verdict.low) if task.verdict is not None else 0.0
 
 
 def _score(task: HistoryTask) -> TableCell:
@@ -112,14 +107,15 @@ def _score(task: HistoryTask) -> TableCell:
     if task.value is None:
         return TableCell(NOT_AVAILABLE)
     # An accepted baseline does not contain the unit of its metric.
-    scale = scale_of(task.verdict) if task.verdict is not None else Scale(0 <= task.value <= 1)
-    return TableCell(scale.value(task.value))
+    if task.verdict is None:
+        return TableCell(percent(task.value) if 0 <= task.value <= 1 else f"{task.value:.4g}")
+    return TableCell(task.verdict.scale.value(task.value))
 
 
 def _change(task: HistoryTask) -> TableCell:
     if (verdict := task.verdict) is None:
         return TableCell("")
-    scale = scale_of(verdict)
+    scale = verdict.scale
     return TableCell(scale.change(verdict.difference), scale.changes(verdict.low, verdict.high))
 
 

@@ -13,11 +13,12 @@ from vexport.formats.schemes import Scheme, get_scheme
 from vexport.plan.recommend import schemes_on
 from vexport.plan.rules import calibration_need, text_use
 from vexport.records import Finding, GpuOutlook, SchemeOnGpu, SchemeOutlook, SchemeTable
-from vexport.records.margins import margin_of_shares
+from vexport.records.margin import margin_of_shares
+from vexport.records.scale import percent
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import facts, table
-from vexport.reports.formatting import count, percent, ratio, size
+from vexport.reports.formatting import count, ratio, size
 from vexport.reports.renderers import text
 from vexport.scenario import Calibration, Evaluate
 from vexport.scenario.evaluate import SUITES, TYPICAL_DISAGREEMENT

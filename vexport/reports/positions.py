@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from vexport.records import TextBucket, TextLimit, TextPoint, TextVerdict
+from vexport.records.scale import percent
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import TableCell, badge, parts, table
@@ -14,7 +15,6 @@ from vexport.reports.formatting import (
     count,
     measure_interval,
     measure_value,
-    percent,
     percent_interval,
     small,
 )

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from vexport.records import Canary, ComparedRun, EngineInfo, GivenCheckpoint, LoadReport
 from vexport.records.gates import finding_counts
+from vexport.records.scale import NOT_AVAILABLE
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.accuracy import accuracy_section, accuracy_tiles, answers_section
@@ -18,7 +19,6 @@ from vexport.reports.checkpoints import device_parts, load_facts
 from vexport.reports.document import TableCell, facts, mono, muted, page_section, parts, table
 from vexport.reports.findings import report_gates, staged_findings
 from vexport.reports.formatting import (
-    NOT_AVAILABLE,
     attribution_line,
     bits_per_weight,
     coverage_lines,
@@ -26,7 +26,6 @@ from vexport.reports.formatting import (
     next_step,
     ratio,
     report_sentence,
-    scale_of,
     size,
     size_change,
     small,
@@ -421,7 +420,7 @@ def _compared_cells(run: ComparedRun, *, with_tasks: bool) -> Iterator[TableCell
     yield f"{run.bits_per_weight:.2f}" if run.bits_per_weight else NOT_AVAILABLE
     yield NOT_AVAILABLE if run.mean_kl is None else small(run.mean_kl)
     if worst := run.worst:
-        scale = scale_of(worst)
+        scale = worst.scale
         yield worst.task
         yield TableCell(scale.change(worst.difference), scale.changes(worst.low, worst.high))
     elif with_tasks:

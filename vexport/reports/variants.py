@@ -3,17 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from vexport.records import ComparedVariant, TaskVerdict, TextLimit, VariantOutcome, Verdict
+from vexport.records.scale import NOT_AVAILABLE
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.accuracy import forests, text_table
 from vexport.reports.document import TableCell, muted, parts, table, warnings
 from vexport.reports.formatting import (
-    NOT_AVAILABLE,
     count,
     measure_interval,
     measure_value,
     method_line,
-    scale_of,
     small,
     task_title,
 )
@@ -80,7 +79,7 @@ def _cells(row: ComparedVariant) -> Iterator[TableCell | str]:
 
 
 def _difference(task: TaskVerdict) -> TableCell:
-    scale = scale_of(task)
+    scale = task.scale
     return TableCell(scale.change(task.difference), scale.changes(task.low, task.high))
 
 
@@ -113,7 +112,7 @@ def _task_table(verdict: Verdict) -> doc.Table:
 
 
 def _task_cells(task: TaskVerdict) -> Iterator[TableCell | str]:
-    scale = scale_of(task)
+    scale = task.scale
     yield TableCell(task_title(task), task.remedy)
     yield count(task.documents)
     for score in (task.baseline, task.candidate):

@@ -25,7 +25,6 @@ from vexport.records import (
     VariantOutcome,
     Verdict,
 )
-from vexport.reports.formatting import margin_text, scale_of
 from vexport.reports.run_record import Report
 from vexport.run.comparison import compared_run
 from vexport.run.directory import REPORT_FILE, read_report
@@ -367,12 +366,10 @@ def _task_facts(entry: _Entry, task: HistoryTask) -> dict[str, str]:
     if task.limit is not None:
         facts[f"limit of the {task.name}"] = f"{task.limit.limit:g}"
     if (judged := task.verdict) is not None:
-        share = judged.relative_margin
-        margin = f"{margin_text(judged, verdict.margin)} {scale_of(judged).unit}"
         facts |= {
             f"metric of {task.name}": f"{judged.metric},{judged.filter}",
             f"documents of {task.name}": f"{judged.documents:,}",
-            f"margin of {task.name}": margin if share is None else f"{100 * share:.6g}%",
+            f"margin of {task.name}": judged.scale.short_limit,
         }
     return facts
 

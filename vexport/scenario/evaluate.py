@@ -21,7 +21,7 @@ from vexport.errors import nearest_hint
 from vexport.records import GENERATION_KEYS, BatchSize, CalibrationData, Endpoint, GenKwargs
 from vexport.records.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
 from vexport.records.chosen_metric import parse_chosen_metric
-from vexport.records.margins import DEFAULT_MARGIN, DEFAULT_RELATIVE_MARGIN, parse_margin
+from vexport.records.margin import DEFAULT_MARGIN, DEFAULT_RELATIVE_MARGIN, parse_margin
 from vexport.records.values import MOST_COUNT, Positive
 from vexport.scenario.declaring import Key, Option
 from vexport.scenario.model_names import ModelSetting, SourceSetting, UserText

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from vexport.errors.extras import is_installed
 from vexport.foreign import LARGEST_SCORE
 from vexport.records import Json
-from vexport.records.accuracy import Unit
+from vexport.records.margin import Unit
 from vexport.scores.table import Scores
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ from vexport.records import (
     Verdict,
     named,
 )
-from vexport.records.margins import margin_of_shares
+from vexport.records.margin import margin_of_shares
 from vexport.run.directory import Digests, Run, Stage, data_digest, value_digest
 from vexport.run.given import RunModel
 from vexport.run.judging import outcome_and_reason, verdict_of
