@@ -7,7 +7,7 @@ PACKAGE = Path(__file__).parent.parent.parent / "vexport"
 
 
 def test_every_finding_states_claim() -> None:
-    """The field has a default for reports of older versions only. mypy checks the helpers."""
+    """The field has a default for tests only. mypy checks the helpers."""
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Finding", "Finding.of"):

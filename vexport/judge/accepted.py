@@ -55,8 +55,8 @@ class AcceptedTask:
     """Scores of one task and digests of its questions, by ranges `first-last` of documents.
 
     `endings` has a letter for each response, but only for ranges in which a response was cut, is
-    empty, or contains no answer. `endings` is None if the responses were not generated, or if the
-    file is older than this field. `higher_is_better` is None if nothing states the direction.
+    empty, or contains no answer. `endings` is None if the responses were not generated.
+    `higher_is_better` is None if nothing states the direction.
     """
 
     metric: str

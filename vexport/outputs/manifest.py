@@ -31,7 +31,7 @@ def begin_manifest(root: Path) -> None:
 def record(file: Path) -> None:
     """Add a file to the manifest of the nearest folder above it, before the file is created.
 
-    Without a manifest, as in the folder of an older version, nothing is recorded.
+    Without a manifest, nothing is recorded.
     """
     root = _owner(file)
     if root is None:

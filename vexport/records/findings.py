@@ -29,8 +29,8 @@ class Finding:
     """A problem that a check found: the place, what is expected, what was found, and the remedy.
 
     `claim` is what the rule claims about vLLM, or None for another problem, such as a file that
-    cannot be read. It is None in reports of older versions. `expected` and `fix` may be empty if
-    the finding was made from an error without them.
+    cannot be read. `expected` and `fix` may be empty if the finding was made from an error without
+    them.
 
     `places` are all places with the fault, such as the layers, if there are several. `where` then
     is the first place, or the cause of all of them.
@@ -180,10 +180,10 @@ class CheckReport:
     """Findings on a checkpoint. `ok` is True if no error was found in the parts that were judged.
 
     `vllm`, `tp` and `sm` are the vLLM version, the tensor parallel sizes and the compute
-    capabilities that the check assumed. An empty `sm` means any GPU. `vllm` and `tp` are empty in
-    reports of older versions. `judged_by` is "loaders" if vLLM's loaders have loaded the checkpoint
-    or refused it, and "static" if only the static rules have judged it. `ignored` are findings of
-    rules that the user silenced.
+    capabilities that the check assumed. An empty `sm` means any GPU. `vllm` and `tp` are empty if
+    the checkpoint could not be opened. `judged_by` is "loaders" if vLLM's loaders have loaded the
+    checkpoint or refused it, and "static" if only the static rules have judged it. `ignored` are
+    findings of rules that the user silenced.
     """
 
     schema: Literal["vexport.check/1"] = "vexport.check/1"
