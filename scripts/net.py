@@ -7,11 +7,14 @@
 The record has every scheme on every micro family, without calibration text. It has `gptq`, `refit`
 and calibrated scales on three families, the findings of `check` on spoiled checkpoints, and a run's
 report. It has the help of each command, its JSON on the demo, and the exit code and message of
-wrong calls. Weights, config.json and its `ignore` are on separate lines. Floats depend on the
-processor: a record is valid only on the machine that made it.
+wrong calls. It has the JSON schemas, and the JSON of `verdict`, `eval --against` and `report` on
+pairs of results (`scripts/judged.py`). Weights, config.json and its `ignore` are on separate lines.
+Floats depend on the processor: a record is valid only on the machine that made it.
 
 `--only PART...` records or compares some parts: written, rounded, checked, helped, answered,
-refused, run. `compare --without-texts` ignores prose. It compares exit codes, options, the keys and
+refused, schemas, judged, run. `record --only` keeps the other parts of an existing file.
+`--corpus FOLDER` also judges the results in a folder, with the calls that its calls.json lists.
+`compare --without-texts` ignores prose. It compares exit codes, options, the keys and
 numbers of JSON, and the check, severity and place of findings.
 """
 
@@ -27,12 +30,15 @@ import subprocess  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Collection, Iterator, Mapping  # noqa: E402
 from difflib import unified_diff  # noqa: E402
+from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from shutil import copytree, rmtree  # noqa: E402
 from tempfile import TemporaryDirectory  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
+
+from judged import calls  # noqa: E402
 
 from tests.architectures.families import FAMILIES, save_family  # noqa: E402
 from tests.command import ALL_COMMANDS, vexport  # noqa: E402
@@ -55,6 +61,8 @@ TIMED = ("time ", "report:", "rounding ")
 VOLATILE = {"seconds", "created", "time", "date", "digest", "started", "version"}
 # Keys of JSON with texts that are also compared with `--without-texts`.
 COUNTING_TEXTS = ("check", "severity", "where", "outcome", "status", "scheme", "schema", "kernel")
+# A date and time in an ISO format, or as lighteval and lm-eval write it into names of files.
+MOMENT = re.compile(r"20\d\d-\d\d-\d\d[T ]\d\d[:-]\d\d(?:[:-]\d\d(?:[.]\d+)?)?(?:[+]00:00)?")
 ANSWERED = (
     "plan MODEL --scheme NVFP4",
     "plan SCENARIO",
@@ -237,15 +245,15 @@ def helped(root: Path) -> Lines:
         yield f"help {name}", vexport(name, "--help").stdout
 
 
-def steady(value: object, key: str = "") -> object:
+def steady(value: object, key: str = "", digits: int = 3) -> object:
     """Return JSON without times, sizes of the machine and the last digits of floats."""
     if VOLATILE & {*key.split("_")}:
         return "-"
     if isinstance(value, dict):
-        return {name: steady(part, name) for name, part in value.items()}
+        return {name: steady(part, name, digits) for name, part in value.items()}
     if isinstance(value, list):
-        return [steady(part, key) for part in value]
-    return float(f"{value:.3g}") if isinstance(value, float) else value
+        return [steady(part, key, digits) for part in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 def answered(root: Path) -> Lines:
@@ -304,6 +312,29 @@ def output_of(words: list[str], places: Mapping[str, Path]) -> str:
     return text
 
 
+def schemas(root: Path) -> Lines:
+    """Record the JSON schemas of results and scenarios."""
+    for file in sorted((REPOSITORY / "vexport").rglob("*.schema.json")):
+        yield f"schema {file.name}", file.read_text()
+
+
+def judged(root: Path, corpus: Path | None) -> Lines:
+    """Record the JSON of verdicts, reports and histories on pairs of results.
+
+    Their numbers are exact to nine digits.
+    """
+    places = {"ROOT": root, "CORPUS": corpus or root, "REPOSITORY": REPOSITORY}
+    for name, words in calls(root, corpus):
+        ran = vexport(*words, "--format", "json", "--quiet")
+        is_json = ran.stdout.startswith(("{", "["))
+        out = json.loads(ran.stdout) if is_json else ran.stdout.splitlines()
+        found = {"found": out, "said": ran.stderr.splitlines()}
+        text = f"exit {ran.code}\n{json.dumps(steady(found, digits=9), indent=1)}"
+        for place, folder in places.items():
+            text = text.replace(str(folder), place)
+        yield f"json judged {name}", MOMENT.sub("MOMENT", text)
+
+
 def start_run(root: Path) -> subprocess.Popen[str]:
     """Start a run of the demo's model, parallel to this process."""
     scenario = root / "net.yaml"
@@ -321,20 +352,21 @@ def start_run(root: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(call, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
 
 
-PARTS = (written, rounded, checked, helped, answered, refused)
+PARTS = (written, rounded, checked, helped, answered, refused, schemas)
 
 
-def record(only: Collection[str]) -> Mapping[str, str]:
+def record(only: Collection[str], corpus: Path | None) -> Mapping[str, str]:
     made: dict[str, str] = {}
     with TemporaryDirectory(prefix="vexport-net-") as folder:
         run = start_run(Path(folder)) if "run" in only else None
-        for part in PARTS:
-            if part.__name__ not in only:
+        parts = {part.__name__: part for part in PARTS} | {"judged": partial(judged, corpus=corpus)}
+        for name, part in parts.items():
+            if name not in only:
                 continue
-            root = Path(folder) / part.__name__
+            root = Path(folder) / name
             root.mkdir()
             made |= part(root)
-            print(f"{part.__name__}: {len(made)} in all", file=sys.stderr, flush=True)
+            print(f"{name}: {len(made)} in all", file=sys.stderr, flush=True)
         if run is None:
             return made
         report, _ = run.communicate()
@@ -348,16 +380,19 @@ def main() -> int:
 
     Return 1 if a recorded part that still exists differs.
     """
-    names = [part.__name__ for part in PARTS] + ["run"]
+    names = [part.__name__ for part in PARTS] + ["judged", "run"]
     parser = argparse.ArgumentParser(description="Record what vexport writes and says, or compare.")
     parser.add_argument("action", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
+    parser.add_argument("--corpus", type=Path, help="further results for `judged`")
     parser.add_argument("--without-texts", action="store_true", help="compare no prose")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART")
     options = parser.parse_args()
-    made = record(options.only)
+    made = record(options.only, options.corpus)
     if options.action == "record":
-        options.file.write_text(json.dumps(made, indent=1) + "\n")
+        is_part = options.only != names and options.file.exists()
+        others = json.loads(options.file.read_text()) if is_part else {}
+        options.file.write_text(json.dumps({**others, **made}, indent=1) + "\n")
         return 0
     before: Mapping[str, str] = json.loads(options.file.read_text())
     if options.without_texts:

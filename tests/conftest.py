@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import recorded_texts
 from tests.engine.warm import Warm
 from tests.models import Good, quantize, save_llama, write_calibration
 
@@ -23,9 +24,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """
     parser.addoption("--quick", action="store_true")
     parser.addoption("--whole", action="store_true")
+    recorded_texts.add_options(parser)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Let commands that tests start receive SIGINT, which a shell's background jobs ignore.
 
     The commands also do not verify their output with vLLM.
@@ -34,6 +36,7 @@ def pytest_configure() -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)  # exec resets it to the default
     os.environ["VEXPORT_NO_VERIFY"] = "1"  # tests/quantize/test_proof.py has the dry load
+    recorded_texts.start(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

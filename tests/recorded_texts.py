@@ -1,0 +1,280 @@
+"""Record the text of each finding and each error that the tests produce, and compare records.
+
+    scripts/test --record-texts before.json
+    .venv/bin/python -m tests.recorded_texts before.json after.json
+
+A record has the texts as they were, without the places. `comparable` removes the parts that differ
+between two sessions or that a test chooses: paths, numbers, quoted values, and dotted names. The
+committed snapshots in `tests/texts/` have one file for each family: the package that raised an
+error, the name of the check of a finding, or the part of a rule's id before the slash.
+
+- `--record-texts FILE` writes a record of the session.
+- `--check-texts` fails the session if a text is not in the snapshot of its family. Part of the
+  tests may run.
+- `--update-texts` adds the session's texts to the snapshots. If all tests ran and passed, it also
+  removes texts that no test produces any more.
+
+Texts of worker processes are recorded if the process of the test makes an error or a finding of
+them. Tests that need other hardware or software (`ELSEWHERE`) are not recorded.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from difflib import unified_diff
+from functools import wraps
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from vexport.errors import EnvironmentFaults, InputErrors, VexportError
+from vexport.records import Finding
+
+ROOT = Path(__file__).parent.parent
+SNAPSHOTS = ROOT / "tests" / "texts"
+# Packages that make errors and findings for others: the caller decides the family.
+MAKERS = ("errors", "records", "rules")
+# Markers of tests that run only on some machines.
+ELSEWHERE = ("gpu", "browser", "cuda_wheel")
+RECORD, CHECK, UPDATE = "--record-texts", "--check-texts", "--update-texts"
+
+# Families, and the texts of each.
+Texts = Mapping[str, frozenset[str]]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Produced:
+    """A text that a test produced.
+
+    `rule` is the id of the rule, or empty without one. `kind` is the error's class with its exit
+    code, or the finding's severity with its claim.
+    """
+
+    family: str
+    rule: str
+    kind: str
+    got: str
+    need: str
+    do: str
+
+    @property
+    def comparable(self) -> str:
+        """The text, without the parts that differ between sessions or that a test chooses."""
+        parts = {"got": self.got, "need": self.need, "do": self.do}
+        lines = [f"  {name}: {masked(text)}" for name, text in parts.items() if text]
+        return "\n".join([self.kind, *lines])
+
+    @property
+    def snapshot(self) -> str:
+        """The comparable text, after the id of its rule."""
+        return f"{self.rule} {self.comparable}".strip()
+
+
+_QUOTED = r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*\""""
+MASKS = (
+    (re.compile(rf"(?<![\w])(?:{_QUOTED})"), "'...'"),
+    (re.compile(r"\b[a-z]+://[^\s,;)\]]+"), "URL"),
+    (re.compile(r"(?<![\w.~-])(?:\.{0,2}/|~/)?(?:[\w.+@=:{}|-]+/)+[\w.+@=:{}|*-]*[\w*]"), "PATH"),
+    (re.compile(r"(?<![\w.~-])/[\w.+@=:-]*\w"), "PATH"),
+    (re.compile(r"(?<![\w#*])[\w#*]+(?:\.[\w#*]+){2,}"), "NAME"),
+    (re.compile(r"\b[0-9a-f]{12,}\b"), "DIGEST"),
+    (re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)*(?:e[-+]?\d+)?(?![\w])"), "#"),
+    (re.compile(r"\s+"), " "),
+)
+
+
+def masked(text: str) -> str:
+    for pattern, word in MASKS:
+        text = pattern.sub(word, text)
+    return text.strip()
+
+
+class Recorder:
+    """A plugin of pytest that collects the texts of a session, in each of its processes."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.produced: set[Produced] = set()
+        self.is_recording = False
+        self.is_partial = bool(config.option.keyword or config.option.markexpr)
+        self.is_partial |= config.args != config.getini("testpaths")
+        self.new: list[str] = []
+
+    def add(self, made: VexportError | Finding) -> None:
+        if isinstance(made, InputErrors | EnvironmentFaults):
+            return  # their problems are recorded one by one
+        package = raising_package(sys._getframe(2))
+        if self.is_recording and package:
+            self.produced.add(produced(made, package))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.is_recording = not any(map(item.get_closest_marker, ELSEWHERE))
+        try:
+            return (yield)
+        finally:
+            self.is_recording = False
+
+    def pytest_deselected(self) -> None:
+        self.is_partial = True
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        """Take the texts of a worker process of xdist."""
+        output = getattr(node, "workeroutput", {})
+        self.produced |= {Produced(*parts) for parts in output.get("texts", ())}
+        self.is_partial |= output.get("texts_are_partial", True)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["texts"] = sorted(map(parts_of, self.produced))
+            self.config.workeroutput["texts_are_partial"] = self.is_partial
+            return
+        if file := self.config.getoption(RECORD):
+            write_record(Path(file), self.produced)
+        if self.config.getoption(UPDATE):
+            is_whole = not self.is_partial and session.exitstatus == 0
+            update_snapshots(texts_of(self.produced), is_whole=is_whole)
+        elif self.config.getoption(CHECK):
+            self.new = list(new_texts(read_snapshots(), texts_of(self.produced)))
+            if self.new and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.new:
+            terminalreporter.section("texts that are not in tests/texts", red=True)
+            terminalreporter.write_line("\n".join(self.new))
+            terminalreporter.write_line(f"{UPDATE} adds them; review the change of the files")
+
+
+def add_options(parser: pytest.Parser) -> None:
+    parser.addoption(RECORD, metavar="FILE", help="write the texts of findings and errors")
+    parser.addoption(CHECK, action="store_true", help="fail if a text is not in tests/texts")
+    parser.addoption(UPDATE, action="store_true", help="add the texts to tests/texts")
+
+
+def start(config: pytest.Config) -> None:
+    """Record the texts of this process if an option needs them."""
+    if any(map(config.getoption, (RECORD, CHECK, UPDATE))):
+        recorder = Recorder(config)
+        config.pluginmanager.register(recorder)
+        VexportError.__init__ = then(VexportError.__init__, recorder.add)  # type: ignore[method-assign]
+        Finding.__init__ = then(Finding.__init__, recorder.add)  # type: ignore[method-assign]
+
+
+def then(
+    make: Callable[..., None], add: Callable[[VexportError | Finding], None]
+) -> Callable[..., None]:
+    """Return a constructor that also adds what it has made."""
+
+    @wraps(make)
+    def made(self: VexportError | Finding, *arguments: object, **named: object) -> None:
+        make(self, *arguments, **named)
+        add(self)
+
+    return made
+
+
+def raising_package(frame: FrameType | None) -> str:
+    """Return the package of vexport that made an error or a finding, or "" if a test made it."""
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        frame = frame.f_back
+        if not file.is_relative_to(ROOT):
+            continue
+        folder, *rest = file.relative_to(ROOT).parts
+        if folder == "tests":
+            return "" if file != Path(__file__) else raising_package(frame)
+        package = rest[0].removesuffix(".py") if rest else ""
+        if folder == "vexport" and package not in MAKERS:
+            return package
+    return ""
+
+
+def produced(made: VexportError | Finding, package: str) -> Produced:
+    """Return the text of an error or a finding."""
+    rule: str = getattr(made, "rule", "")
+    if isinstance(made, Finding):
+        family, kind = made.check, f"{made.severity} {made.claim or ''}".strip()
+        texts = made.got, made.expected, made.fix
+    else:
+        family, kind = package, f"{type(made).__name__} (exit {made.exit_code})"
+        texts = made.got, made.need, made.fix
+    return Produced(rule.partition("/")[0] or family, rule, kind, *texts)
+
+
+def parts_of(text: Produced) -> tuple[str, ...]:
+    return tuple(getattr(text, field.name) for field in fields(text))
+
+
+def texts_of(produced: Iterable[Produced]) -> Texts:
+    texts: dict[str, set[str]] = {}
+    for each in produced:
+        texts.setdefault(each.family, set()).add(each.snapshot)
+    return {family: frozenset(found) for family, found in texts.items()}
+
+
+def write_record(file: Path, produced: Iterable[Produced]) -> None:
+    """Write the texts of a session as JSON, with a line for each."""
+    lines = [json.dumps(asdict(each)) for each in sorted(produced)]
+    file.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def read_record(path: Path) -> dict[str, str]:
+    """Read a record, or all records in a folder: comparable texts, and the family of each."""
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    rows = (Produced(**row) for file in files for row in json.loads(file.read_text()))
+    return {row.comparable: row.family for row in rows}
+
+
+def read_snapshots() -> Texts:
+    files = SNAPSHOTS.glob("*.txt")
+    return {file.stem: frozenset(file.read_text().strip().split("\n\n")) for file in files}
+
+
+def update_snapshots(texts: Texts, *, is_whole: bool) -> None:
+    """Add texts to the snapshots. If the texts are of all tests, remove all other texts."""
+    before = {} if is_whole else read_snapshots()
+    SNAPSHOTS.mkdir(exist_ok=True)
+    if is_whole:
+        for file in SNAPSHOTS.glob("*.txt"):
+            file.unlink()
+    for family in before.keys() | texts.keys():
+        found = before.get(family, frozenset()) | texts.get(family, frozenset())
+        (SNAPSHOTS / f"{family}.txt").write_text("\n\n".join(sorted(found)) + "\n")
+
+
+def new_texts(known: Texts, found: Texts) -> Iterator[str]:
+    """Yield the lines of a diff for each family with texts that are not known."""
+    for family in sorted(found):
+        before = known.get(family, frozenset())
+        old, both = lines_of(before), lines_of(before | found[family])
+        diff = list(unified_diff(old, both, lineterm="", n=1))[2:]
+        if diff:
+            yield f"== {family}"
+            yield from diff
+
+
+def lines_of(texts: Iterable[str]) -> list[str]:
+    """Return one line for each text, so that a diff has whole texts."""
+    return [text.replace("\n", " |") for text in sorted(texts)]
+
+
+def main(arguments: list[str]) -> int:
+    """Print the texts that appeared and disappeared between two records."""
+    before, after = (read_record(Path(each)) for each in arguments)
+    for sign, texts, others in (("-", before, after), ("+", after, before)):
+        changed = sorted((texts[text], text) for text in texts.keys() - others.keys())
+        for family, text in changed:
+            print(f"{sign} {family}: {lines_of([text])[0]}")
+    gone, new = len(before.keys() - after.keys()), len(after.keys() - before.keys())
+    print(f"{new} texts appeared, and {gone} of {len(before)} disappeared")
+    return 1 if gone or new else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
