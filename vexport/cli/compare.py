@@ -365,6 +365,7 @@ def _evaluate(scenario: "Scenario | None") -> "Evaluate":
     Raises UsageError without tasks and text, and InputErrors if settings contradict each other.
     """
     from vexport.scenario import Evaluate, problems_at
+    from vexport.scenario.evaluate import ModelSettings
 
     keys = given_settings("evaluate")
     options = click.get_current_context().params
@@ -375,7 +376,9 @@ def _evaluate(scenario: "Scenario | None") -> "Evaluate":
             )
         keys["apply_chat_template"] = options["chat_template"]
     if scenario is not None and scenario.evaluate is not None:
-        kept = scenario.evaluate.model_dump(exclude_unset=True, exclude=_NOT_SHARED)
+        # The baseline is the first variant, and all variants run on this machine.
+        models = {*ModelSettings.model_fields}
+        kept = scenario.evaluate.model_dump(exclude_unset=True, exclude=models)
         keys = {**kept, **keys}
     if not (keys.get("tasks") or keys.get("text")):
         raise click.UsageError("Give --task NAME_OR_YAML, or --text DATA in the place of tasks.")
@@ -383,11 +386,6 @@ def _evaluate(scenario: "Scenario | None") -> "Evaluate":
         settings = Evaluate.model_validate(keys)
     folders = tuple(path.resolve() for path in settings.include_path)
     return settings.model_copy(update={"include_path": folders})
-
-
-# Keys of a scenario's `evaluate` that variants do not use: the baseline is the first variant, and
-# all variants run on this machine.
-_NOT_SHARED = {"baseline", "endpoint", "baseline_endpoint"}
 
 
 def _conclude_variants(report: "Report", faults: Sequence[VexportError]) -> None:
