@@ -63,9 +63,9 @@ def accepted() -> dict[str, dict[str, list[object]]]:
         except Exception:  # a type without a default config, or one that needs another package
             continue
         values = json.loads(json.dumps(config.to_dict(), default=str))
-        for wrong in wrong_numbers(values, {}):
-            key = wrong.key.rpartition(".")[2]
-            add(found, kind, key, refused_values(key, wrong.value, {}))
+        for name, value in wrong_numbers(values, {}):
+            key = name.rpartition(".")[2]
+            add(found, kind, key, refused_values(key, value, {}))
         for key, value in values.items():
             is_tried = key.endswith(BASES) and isinstance(value, list) and 0 not in value
             if is_tried and runs_without_base(kind, key):

@@ -1,7 +1,13 @@
 """Words that messages share: values as text, numbers with nouns, and lists of names."""
 
+import json
 from collections.abc import Sequence
 
+# Maximum length of a value of a config in a message.
+_MOST_JSON = 80
+# Whole numbers from _MIN_SHORTENED on are shown in short form, and from _LARGEST_FLOAT on as their
+# number of bits.
+_MIN_SHORTENED, _LARGEST_FLOAT = 10**9, 10**300
 # Longest word, in characters. A longer run without spaces is cut in the middle.
 _LONGEST_WORD = 60
 
@@ -34,6 +40,23 @@ def shown(value: object, limit: int = 300) -> str:
         return clip(repr(value), limit)
     except (ValueError, RecursionError):
         return f"a {type(value).__name__} that is too large to show"
+
+
+def as_json(value: object) -> str:
+    """Return a value of a config as JSON, with at most 80 characters.
+
+    Large numbers are shown in short form.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _MIN_SHORTENED:
+        # Larger numbers do not fit a float, and Python refuses to print numbers with thousands
+        # of digits.
+        return (
+            f"{value:.6g}"
+            if abs(value) < _LARGEST_FLOAT
+            else f"a number of {value.bit_length()} bits"
+        )
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MOST_JSON else f"{text[: _MOST_JSON - 1]}…"
 
 
 def plural(number: int, noun: str, nouns: str = "") -> str:

@@ -176,4 +176,4 @@ def test_layer_with_far_larger_scales_is_warning(good: Good, tmp_path: Path) -> 
     (folder / "vexport.json").unlink()
     (found,) = (each for each in findings(folder) if each["check"] == "values")
     assert (found["severity"], found["where"]) == ("warning", scales[1])
-    assert "--source" in found["fix"]
+    assert found["rule"] == "values/unusual-weights"

@@ -162,5 +162,5 @@ def test_missing_layer_of_language_model(llama: Path, tmp_path: Path, kind: str)
     assert vocab_size(read_index(model).config, "config.json") == 384
     (finding,) = errors(save_wrapped(llama, tmp_path / "cut", kind, last_layer=False))
     prefix = WRAPPERS[kind][2]
-    assert (finding.check, finding.where) == ("completeness", f"{prefix}model.layers.2")
-    assert "3 decoder layers (num_hidden_layers)" in finding.expected
+    assert finding.where == f"{prefix}model.layers.2"
+    assert (finding.rule, finding.facts) == ("completeness/missing-decoder-layer", {"layers": 3})

@@ -9,7 +9,6 @@ import pytest
 from tests.command import vexport
 from tests.models import Good, problems
 from tests.mutations.edits import GROUP, QUANTIZATION, WHOLE, Change, config, json_config, spoiled
-from tests.texts import assert_contains
 from vexport.architectures import architecture_table
 from vexport.architectures.versions import facts_of, known_versions
 from vexport.checks import NAMES, NUMBERS, check_checkpoint
@@ -61,8 +60,12 @@ def test_classes_by_version(
     faults = [each for each in found if each.severity == "error" and each.where == place]
     assert bool(faults) is not known
     for fault in faults:
-        assert_contains(fault.got, name, f"vLLM {short_version(vllm)}")
-        assert_contains(fault.fix, f"serve it with vLLM {short_version(PINNED)}")
+        assert fault.rule == "versions/model-class"
+        assert fault.facts == {
+            "model": name,
+            "version": short_version(vllm),
+            "newer": short_version(PINNED),
+        }
 
 
 def test_method_without_rules_names_command(good: Good, tmp_path: Path) -> None:
@@ -72,9 +75,12 @@ def test_method_without_rules_names_command(good: Good, tmp_path: Path) -> None:
     (finding,) = (each for each in found if each.check == "versions")
     assert finding.severity == "warning"
     assert finding.where == f"{changed / 'config.json'}: quantization_config"
-    assert_contains(finding.got, "vLLM 0.30", f"vLLM {short_version(PINNED)}")
-    assert_contains(finding.expected, "gptq")
-    assert_contains(finding.fix, "`vexport load CHECKPOINT --dry --vllm-python PATH`")
+    assert finding.rule == "versions/unknown-method"
+    assert finding.facts == {
+        "version": "0.30",
+        "judged_by": short_version(PINNED),
+        "method": "gptq",
+    }
 
 
 def test_zero_points_need_another_version(good: Good, tmp_path: Path) -> None:
@@ -83,10 +89,8 @@ def test_zero_points_need_another_version(good: Good, tmp_path: Path) -> None:
     found = check_checkpoint(str(changed), Target(vllm=(0, 30))).findings
     (finding,) = (each for each in found if each.check == "versions")
     place = f"{changed / 'config.json'}: quantization_config.config_groups.group_0"
-    assert (finding.severity, finding.where) == ("error", place)
-    assert_contains(finding.got, "vLLM 0.30", "zero points of packed integers")
-    assert_contains(finding.expected, "supports zero points of packed integers")
-    assert_contains(finding.fix, "another version of vLLM", "another scheme")
+    assert (finding.rule, finding.where) == ("versions/zero-points", place)
+    assert finding.facts["version"] == "0.30"
 
 
 # Configs as the producers write them, shortened.
@@ -136,7 +140,7 @@ def test_hf_quant_config_is_read(good: Good, tmp_path: Path) -> None:
 def test_wrong_quant_method_is_repaired(good: Good, tmp_path: Path) -> None:
     renamed = config(QUANTIZATION, quant_method="gptq")
     (finding,) = problems(spoiled(good("W8A8"), tmp_path / "renamed", renamed))
-    assert_contains(finding.fix, "quant_method", "compressed-tensors")
+    assert (finding.rule, finding.facts["value"]) == ("config/quant-method", "gptq")
     ran = vexport("repair", tmp_path / "renamed", tmp_path / "out", "--quiet")
     assert ran.code == 0
     assert problems(tmp_path / "out") == []

@@ -7,7 +7,6 @@ Only expressions in this package's tables are evaluated. They only have access t
 config.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import lru_cache
@@ -26,11 +25,6 @@ TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Largest number in a config that is accepted as a dimension of a tensor.
 LARGEST = 1 << 40
-# Maximum length of a value in a message.
-MAX_SHOWN = 80
-# Whole numbers from MIN_SHORTENED on are shown in short form, and from LARGEST_FLOAT on as their
-# number of bits.
-MIN_SHORTENED, LARGEST_FLOAT = 10**9, 10**300
 # Words in expressions for the parts of merged layers: the out_features of the projections.
 QUERIES, KEYS, VALUES = "queries", "keys", "values"
 
@@ -56,23 +50,6 @@ def vocab_size(config: Mapping[str, Json], where: str) -> int:
         need="the number of tokens",
         fix="restore the model's config.json",
     )
-
-
-def shown(value: object) -> str:
-    """Return a value of a config as JSON for messages, with at most 80 characters.
-
-    Large numbers are shown in short form.
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= MIN_SHORTENED:
-        # Larger numbers do not fit a float, and Python refuses to print numbers with thousands
-        # of digits.
-        return (
-            f"{value:.6g}"
-            if abs(value) < LARGEST_FLOAT
-            else f"a number of {value.bit_length()} bits"
-        )
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
 class Unknown(Exception):

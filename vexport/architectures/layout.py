@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from vexport.architectures import Architecture, with_stars
-from vexport.architectures.config import LARGEST, shown, text_config
+from vexport.architectures.config import LARGEST, text_config
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.layout_table import ClassLayout, Expected, expected_tensors, get_layout
 from vexport.architectures.stored import joined_name, split_name
 from vexport.records import Json
 from vexport.version import PINNED, Version
+from vexport.words import as_json
 
 Shape = tuple[int | None, ...]
 # Keys that count layers or experts. Each layer or expert has at least one tensor, so their number
@@ -287,7 +288,7 @@ def impossible_size(config: Mapping[str, Json], tensors: int) -> tuple[str, str]
     for where in (config, text):
         for key in COUNTS:
             if _int(where, key) > max(tensors, 1):
-                return key, f"{shown(_int(where, key))} in a checkpoint of {tensors:,} tensors"
+                return key, f"{as_json(_int(where, key))} in a checkpoint of {tensors:,} tensors"
     experts = max(_int(text, key) for key in COUNTS[1:])
     if _int(text, "num_hidden_layers") * experts > SLACK * tensors + MIN_SLACK:
         return (

@@ -6,7 +6,6 @@ makes. A table has a row of `rotary_dim` values for each position.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from vexport.architectures.config import head_width, known_size
 from vexport.records import Json
@@ -35,17 +34,10 @@ DEEPEST = 6
 AcceptedValues = Mapping[str, Mapping[str, Sequence[float]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrongNumber:
-    """Config key with a value that rotary embeddings cannot use, and the valid values."""
-
-    key: str
-    need: str
-    value: Json
-
-
-def wrong_numbers(config: Mapping[str, Json], accepted: AcceptedValues) -> Iterator[WrongNumber]:
-    """Yield invalid RoPE bases and invalid shares of a head that is rotated.
+def wrong_numbers(
+    config: Mapping[str, Json], accepted: AcceptedValues
+) -> Iterator[tuple[str, Json]]:
+    """Yield the key and value of invalid RoPE bases and of invalid shares of a rotated head.
 
     A base must be finite and above zero. A share must be above zero and at most 1. A value that
     transformers accepts for the model type is valid, for example 0 for a layer without positions.
@@ -60,7 +52,7 @@ def _wrong_numbers(
     known: Mapping[str, Sequence[float]],
     path: str,
     depth: int,
-) -> Iterator[WrongNumber]:
+) -> Iterator[tuple[str, Json]]:
     """Yield the invalid values of a config inside another config.
 
     `known` are the values that the outer config's model type accepts.
@@ -72,13 +64,8 @@ def _wrong_numbers(
                 yield from _wrong_numbers(
                     value, accepted, known=known, path=f"{path}{key}.", depth=depth + 1
                 )
-        elif key.endswith(BASES):
-            if refused_values(key, value, known):
-                need = "a finite number above zero"
-                yield WrongNumber(key=f"{path}{key}", need=need, value=value)
-        elif key in PARTIAL and refused_values(key, value, known):
-            need = "a number above zero, at most 1"
-            yield WrongNumber(key=f"{path}{key}", need=need, value=value)
+        elif (key.endswith(BASES) or key in PARTIAL) and refused_values(key, value, known):
+            yield f"{path}{key}", value
 
 
 def refused_values(key: str, value: Json, known: Mapping[str, Sequence[float]]) -> list[Json]:

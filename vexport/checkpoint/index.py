@@ -18,6 +18,7 @@ from vexport.errors import InputError, clip, raise_all, require_working_disk
 from vexport.files import digest_bytes, read_json_object, require_fetched, unreadable_kind
 from vexport.records import Json, TensorInfo
 from vexport.records.values import json_type
+from vexport.rules import shards
 
 # Longest header that safetensors accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 100_000_000
@@ -58,9 +59,6 @@ LOADED_FILES = re.compile(
 FOREIGN_WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$"
 )
-PATTERN_PATH = "a path that vLLM reads as a pattern, and that does not match these weights"
-PLAIN_PATH = "a path without [, ], * and ?"
-FIX_PATH = "rename the folder, or give vLLM a link to it (ln -s)"
 FIX_GGUF = "use the model that it was converted from, because GGUF weights are already quantized"
 FIX_PICKLE = (
     'if you trust the files, convert them: python -c "from transformers import '
@@ -411,7 +409,7 @@ def require_weights_found(folder: Path) -> None:
     """Raise InputError if vLLM would not find exactly the weights in `folder`, by its path."""
     if not vllm_finds_weights(folder):
         path = folder.absolute()
-        raise InputError(str(path), got=PATTERN_PATH, need=PLAIN_PATH, fix=FIX_PATH)
+        raise InputError.of(shards.PATTERN_IN_PATH, str(path))
 
 
 def _require_files(root: Path) -> None:

@@ -4,7 +4,7 @@ vLLM silently leaves the parameters of missing tensors uninitialized.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from vexport.architectures.built import DRAFTS
 from vexport.architectures.fusion import FusedLayer, part_names
@@ -17,13 +17,11 @@ from vexport.architectures.stored import (
     split_name,
 )
 from vexport.checkpoint.reader import same_bytes
-from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import INPUT, OUTPUT, ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
-from vexport.records import Finding, LoaderFault, NotJudged
-from vexport.records.values import plural
+from vexport.records import Finding, NotJudged
+from vexport.rules import completeness as rules
 
-NAME = "completeness"
 WEIGHTS = QUANTIZED_PARAMETERS | AUXILIARY_PARAMETERS | {"weight"}
 DESCRIPTION = (
     "every layer, fused part and decoder layer has all its tensors, and no tensor is unexpected"
@@ -49,14 +47,11 @@ UNREAD = re.compile(
     r"rotary_(pos_)?emb\.(inv_freq|cos_cached|sin_cached)|\.([qkv]_(scale|zero_point)|kv_scale|g_idx)$"
 )
 
-# vLLM refuses unknown names, and finds parameters without a stored value.
-FAULTS: Sequence[LoaderFault] = ("refused", "missing")
-
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Yield findings on missing and unexpected tensors."""
     if not view.index.tensors:
-        yield _missing_finding(str(view.index.root), "the model's tensors")
+        yield Finding.at(rules.NO_TENSORS, str(view.index.root))
         return
     for fused in view.model.fused_layers:
         group = view.lookup.group_of(fused)
@@ -99,14 +94,9 @@ def _missing_draft_layers(view: CheckpointView) -> Iterator[Finding]:
     if not counts or any(map(view.model.is_draft, view.index.tensors)):
         return
     key, count = next(iter(counts.items()))
-    finding = error if "mtp" in view.target.speculative else warning
-    layers = plural(count, "layer")
-    expected = f"the tensors of {layers} for multi-token prediction (MTP)"
-    got = "no such tensor: vLLM generates text without these layers, but cannot draft with mtp"
-    fix = "copy the layers from the source, or serve the model without MTP drafts"
-    yield finding(
-        NAME, f"{view.config_path}: {key}", claim="refused", expected=expected, got=got, fix=fix
-    )
+    needed = "mtp" in view.target.speculative
+    rule = rules.NO_DRAFT_LAYERS if needed else rules.NO_DRAFT_LAYERS.as_warning
+    yield Finding.at(rule, f"{view.config_path}: {key}", layers=count)
 
 
 def _compare_with_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
@@ -119,20 +109,12 @@ def _compare_with_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[
         lost = [name for name in missing if name.startswith(experts)]
         names = [name for name in unexpected if name.startswith(experts)]
         if lost:
-            expected = f"experts under names that vLLM loads, such as {min(lost)}"
-            got = (
-                f"{plural(len(names), 'tensor')} under other names, which vLLM ignores, and "
-                f"{plural(len(lost), 'missing tensor')}"
-            )
-            fix = "export each expert as separate tensors"
-            yield error(
-                NAME,
+            yield Finding.at(
+                rules.EXPERT_NAMES,
                 min(names),
-                claim="values",
-                expected=expected,
-                got=got,
-                fix=fix,
-                loader_faults=FAULTS,
+                unexpected=len(names),
+                missing=len(lost),
+                example=min(lost),
             )
             missing = {name: where for name, where in missing.items() if name not in lost}
             unexpected = [name for name in unexpected if name not in names]
@@ -179,22 +161,20 @@ def _missing_findings(
             if letter == "." and name[:at] not in stored_modules
         )
         parts.setdefault(next(missing_modules, name), []).append(name)
-    sized = f"of {view.model.class_name}, with the sizes in config.json"
+    model = view.model.class_name
     for part, inside in sorted(parts.items()):
         if any(name.startswith(f"{part}.") for name in layout.unknown):
             continue  # vexport does not know whether the config uses this part of the model
-        if len({name.rpartition(".")[0] for name in inside}) > 1:
-            layers = view.model.text.get("num_hidden_layers")
-            known = (
-                f"; config.json sets {layers} decoder layers (num_hidden_layers)"
-                if LAYER.search(part)
-                else ""
-            )
-            yield _missing_finding(part, f"the {len(inside)} tensors of this part {sized}{known}")
-        else:
+        if len({name.rpartition(".")[0] for name in inside}) == 1:
             for name in inside:
-                kind = "layer" if name.removesuffix(".weight") in layout.linears else "tensor"
-                yield _missing_finding(missing[name], f"this {kind} {sized}")
+                is_layer = name.removesuffix(".weight") in layout.linears
+                kind = "layer" if is_layer else "tensor"
+                yield Finding.at(rules.MISSING_TENSOR, missing[name], kind=kind, model=model)
+        elif LAYER.search(part):
+            layers = view.model.text.get("num_hidden_layers")
+            yield Finding.at(rules.MISSING_DECODER_LAYER, part, layers=layers)
+        else:
+            yield Finding.at(rules.MISSING_PART, part, count=len(inside), model=model)
 
 
 def _unexpected_tensors(view: CheckpointView, layout: ModelLayout) -> Iterator[str]:
@@ -213,26 +193,13 @@ def _unexpected_tensors(view: CheckpointView, layout: ModelLayout) -> Iterator[s
 
 def _unexpected_finding(view: CheckpointView, layout: ModelLayout, name: str) -> Finding:
     """Return the finding on a tensor that has no parameter in vLLM."""
-    expected = f"only tensors of {view.model.class_name}, with the sizes in config.json"
-    fix = "remove the tensor, or correct its name or the config"
+    model = view.model.class_name
+    # vLLM drops every bias that it does not expect (AutoWeightsLoader, models/utils.py).
     if name.endswith(".bias"):
-        # vLLM drops every bias that it does not expect (AutoWeightsLoader, models/utils.py).
-        return _harmless_finding(
-            name, expected, "a bias that vLLM silently ignores", f"{fix} (attention_bias)"
-        )
-    if layout.place(name) in layout.drops:
-        return _harmless_finding(
-            name, expected, "an unknown tensor that vLLM silently ignores", fix
-        )
-    return error(
-        NAME,
-        name,
-        claim="refused",
-        expected=expected,
-        got="a tensor for which vLLM has no parameter",
-        fix=fix,
-        loader_faults=FAULTS,
-    )
+        return Finding.at(rules.IGNORED_BIAS, name, model=model)
+    is_dropped = layout.place(name) in layout.drops
+    rule = rules.IGNORED_TENSOR if is_dropped else rules.UNEXPECTED_TENSOR
+    return Finding.at(rule, name, model=model)
 
 
 def _untied_head(view: CheckpointView) -> Iterator[Finding]:
@@ -248,17 +215,7 @@ def _untied_head(view: CheckpointView) -> Iterator[Finding]:
     if view.index.config.get("tie_word_embeddings") is not True or head is None or table is None:
         return
     if not same_bytes(view.reader, head, view.reader, table):
-        expected = "no head, or a copy of the embeddings, because tie_word_embeddings is true"
-        got = "a different head: vLLM would use it, transformers would use the embeddings"
-        fix = "set tie_word_embeddings to false, or remove the head"
-        yield warning(NAME, head.name, claim="values", expected=expected, got=got, fix=fix)
-
-
-def _harmless_finding(
-    where: str, expected: str, got: str, fix: str = "export the checkpoint again"
-) -> Finding:
-    """Return a warning about a missing or unread tensor that does not change vLLM's outputs."""
-    return warning(NAME, where, claim=None, expected=expected, got=got, fix=fix)
+        yield Finding.at(rules.UNTIED_HEAD, head.name)
 
 
 def _compare_parameters(
@@ -274,35 +231,17 @@ def _compare_parameters(
             parameter in view.model.modules[other] for other in fused.members
         ):
             # vLLM uses the largest input scale of all members (create_fp8_input_scale).
-            expected = f"an input scale for each layer of {fused.name}"
-            yield _harmless_finding(
-                where, expected, "no such tensor: vLLM uses the input scale of the other layers"
-            )
-        elif parameter == "weight_shape":
-            expected = "the tensor, which compressed-tensors needs to unpack the weight"
-            yield _harmless_finding(
-                where, expected, "no such tensor: vLLM can load the layer, transformers cannot"
-            )
-        elif parameter in group.storage.unread and group.weights.symmetric:
-            yield _harmless_finding(
-                where,
-                "the tensor, which other loaders read",
-                "no such tensor: vLLM does not read it",
-            )
+            yield Finding.at(rules.SHARED_INPUT_SCALE, where, fused=fused.name)
+        elif parameter == "weight_shape" or (
+            parameter in group.storage.unread and group.weights.symmetric
+        ):
+            yield Finding.at(rules.UNREAD_TENSOR, where)
         else:
-            yield _missing_finding(
-                where, f"this tensor, which is part of the format {group.format}"
-            )
+            yield Finding.at(rules.MISSING_PARAMETER, where, format=group.format)
     allowed = names | {"bias"} | group.storage.unread
     for parameter in sorted(parameters.keys() - allowed) if shape is not None else ():
         where = joined_name(module, parameter)
-        expected = f"only {', '.join(sorted(names))}"
-        got = "a tensor that the layer's scheme does not have"
-        config = "config group" if view.quantization.method is None else "config"
-        fix = f"remove the tensor, or correct the {config}"
-        yield error(
-            NAME, where, claim="refused", expected=expected, got=got, fix=fix, loader_faults=FAULTS
-        )
+        yield Finding.at(rules.UNEXPECTED_PARAMETER, where, names=sorted(names))
 
 
 def _missing_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
@@ -311,17 +250,11 @@ def _missing_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]
         return
     for module in part_names(fused.name, view.model.architecture):
         if module not in fused.members:
-            others = plural(len(fused.members), "other part")
-            expected = f"this part of {fused.projection}, which vLLM fuses with {others}"
-            fix = "export the checkpoint again"
-            yield error(
-                NAME,
+            yield Finding.at(
+                rules.MISSING_FUSED_PART,
                 module,
-                claim="values",
-                expected=expected,
-                got="no such layer",
-                fix=fix,
-                loader_faults=FAULTS,
+                others=len(fused.members),
+                fused=fused.projection,
             )
 
 
@@ -341,19 +274,4 @@ def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
     if isinstance(declared, int) and numbers and possible:
         prefix, layers = max(numbers.items(), key=lambda item: len(item[1]))
         for missing in sorted(set(range(declared)) - layers):
-            yield _missing_finding(
-                f"{prefix}{missing}", f"{declared} decoder layers (num_hidden_layers)"
-            )
-
-
-def _missing_finding(where: str, expected: str) -> Finding:
-    got = "no such tensor: vLLM would use uninitialized memory"
-    return error(
-        NAME,
-        where,
-        claim="values",
-        expected=expected,
-        got=got,
-        fix="export the checkpoint again",
-        loader_faults=FAULTS,
-    )
+            yield Finding.at(rules.MISSING_DECODER_LAYER, f"{prefix}{missing}", layers=declared)

@@ -8,7 +8,6 @@ shows them.
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 from vexport.architectures import with_stars
@@ -17,7 +16,6 @@ from vexport.architectures.fusion import FusedLayer
 from vexport.architectures.ranks import heads_of
 from vexport.architectures.versions import VersionFacts
 from vexport.checks.kv_cache import cache_scales
-from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.precision import layer_kinds, other_precision
 from vexport.checks.vllm.view import CheckpointView
@@ -27,14 +25,12 @@ from vexport.formats.gpus import GENERATIONS
 from vexport.formats.schemes import Scheme
 from vexport.formats.shapes import unsupported_on
 from vexport.records import Finding
-from vexport.records.values import plural
+from vexport.rules import devices as rules
+from vexport.words import plural
 
-NAME = "devices"
 DESCRIPTION = (
     "heads, groups and blocks divide over the ranks (--tp), and GPUs run schemes as stored (--sm)"
 )
-FIX_LAYERS = "use another scheme for these layers"
-FIX_SCHEME = "serve it on another GPU, or use another scheme"
 # Lowest SM on which Triton's attention supports FP8 caches.
 TRITON_FP8_FROM = 89
 # Lowest SM and head sizes that FlashInfer supports.
@@ -75,20 +71,20 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
     lowest = FLASHINFER_FROM if flashinfer_runs else TRITON_FP8_FROM
     refusing = [sm for sm in view.target.sm if sm < lowest]
     if refusing:
-        with_flashinfer = f" ({FLASHINFER_FROM} or above with FlashInfer)"
+        where = f"the FP8 KV cache (sm {_listed(refusing)})"
         reason = "attention sinks" if sinks else f"head size {width}"
-        expected = f"SM {TRITON_FP8_FROM} or above{with_flashinfer if flashinfer_runs else ''}"
-        got = f"a GPU on which vLLM has no attention backend for an FP8 cache ({reason})"
-        fix = "serve it on another GPU, or with --kv-cache-dtype bfloat16 (float16 below SM 80)"
-        yield error(
-            NAME,
-            f"the FP8 KV cache (sm {_listed(refusing)})",
-            claim="refused",
-            expected=expected,
-            got=got,
-            fix=fix,
-            sm=refusing,
-        )
+        least, with_flashinfer = TRITON_FP8_FROM, FLASHINFER_FROM
+        if flashinfer_runs:
+            yield Finding.at(
+                rules.CACHE_WITH_FLASHINFER,
+                where,
+                sm=refusing,
+                reason=reason,
+                least=least,
+                with_flashinfer=with_flashinfer,
+            )
+        else:
+            yield Finding.at(rules.CACHE, where, sm=refusing, reason=reason, least=least)
 
 
 def _heads(view: CheckpointView) -> Iterator[Finding]:
@@ -99,14 +95,13 @@ def _heads(view: CheckpointView) -> Iterator[Finding]:
         if got := heads.uneven(ranks):
             ranks_of.setdefault(got, []).append(ranks)
     for got, all_ranks in ranks_of.items():
-        yield error(
-            NAME,
+        yield Finding.at(
+            rules.HEADS,
             f"{view.config_path} (tp {_listed(all_ranks)})",
-            claim="refused",
-            expected=f"attention heads that can be divided over {_words(all_ranks)} ranks",
-            got=got,
-            fix=f"serve it on {heads.possible_gpus}",
             tp=all_ranks,
+            reason=got,
+            ranks=all_ranks,
+            possible=heads.possible_gpus,
         )
 
 
@@ -123,19 +118,13 @@ def _shapes(view: CheckpointView) -> Iterator[Finding]:
             found.setdefault(key, (reason, Counter()))[1][ranks] += 1
     for (kind, _), (reason, counts) in found.items():
         all_ranks, layers = list(counts), _layers(max(counts.values()))
-        # A layer that vLLM cannot run on a single rank cannot run on more ranks either.
-        alone = 1 in counts
-        yield error(
-            NAME,
-            f"{kind} ({layers}, tp {_listed(all_ranks)})",
-            claim="refused",
-            expected="a layer that vLLM can run on 1 rank"
-            if alone
-            else f"a layer that vLLM can run on {_words(all_ranks)} ranks",
-            got=reason,
-            fix=FIX_LAYERS if alone else f"serve it on another number of GPUs, or {FIX_LAYERS}",
-            tp=all_ranks,
-        )
+        where = f"{kind} ({layers}, tp {_listed(all_ranks)})"
+        if 1 in counts:
+            yield Finding.at(rules.LAYER, where, tp=all_ranks, reason=reason)
+        else:
+            yield Finding.at(
+                rules.LAYER_ON_RANKS, where, tp=all_ranks, reason=reason, ranks=all_ranks
+            )
 
 
 def _unsupported_layers(view: CheckpointView, ranks: int) -> Iterator[tuple[str, str]]:
@@ -179,29 +168,34 @@ def _capabilities(
     refusing = [sm for sm in capabilities if refuses(sm)]
     if refusing:
         running = [sm for sm in sorted(GENERATIONS) if not refuses(sm)]
-        expected = f"{_needed(running)}, for {precision(group)} ({group.format})"
-        found = error(
-            NAME,
-            f"{layers}, sm {_listed(refusing)})",
-            claim="refused",
-            expected=expected,
-            got="a GPU on which vLLM refuses the scheme",
-            fix=FIX_SCHEME,
-            sm=refusing,
-        )
+        where = f"{layers}, sm {_listed(refusing)})"
+        gpus, stored = _needed(running), precision(group)
         if support.after_loading:
-            # This limit comes from the kernel's code and was not tested on a GPU. The loaders
-            # accept the checkpoint.
-            fix = f"try to load it on such a GPU, or store it as {PACKED.name}"
-            found = replace(found, severity="warning", got=support.after_loading, fix=fix)
-        yield found
+            yield Finding.at(
+                rules.KERNEL,
+                where,
+                sm=refusing,
+                reason=support.after_loading,
+                gpus=gpus,
+                precision=stored,
+                format=group.format,
+                packed=PACKED.name,
+            )
+        else:
+            yield Finding.at(
+                rules.SCHEME,
+                where,
+                sm=refusing,
+                gpus=gpus,
+                precision=stored,
+                format=group.format,
+            )
     running = [sm for sm in capabilities if sm not in refusing]
     kinds = layer_kinds(with_stars(fused.name) for fused in fused_layers)
     for bits in dict.fromkeys(support.bits(sm) for sm in running):
         if bits != input_bits(group):
             alike = [sm for sm in running if support.bits(sm) == bits]
             yield other_precision(
-                NAME,
                 f"{kinds} (sm {_listed(alike)})",
                 stored=precision(group),
                 runs=f"W{group.weights.num_bits}A{bits}",
@@ -238,8 +232,3 @@ def _layers(count: int) -> str:
 
 def _listed(numbers: Sequence[int]) -> str:
     return "/".join(map(str, numbers))
-
-
-def _words(numbers: Sequence[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}" if first else last

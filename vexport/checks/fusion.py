@@ -7,9 +7,9 @@ from vexport.checks.numbers import single_value
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView
 from vexport.checks.vllm.zeros import is_empty
-from vexport.records import Finding, Severity
+from vexport.records import Finding
+from vexport.rules import fusion as rules
 
-NAME = "fusion"
 DESCRIPTION = (
     "fused layers (q/k/v, gate/up) share global and input scales; different per-tensor FP8 "
     "scales cost accuracy"
@@ -34,18 +34,17 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             continue
         values = _different_values(view, fused, WEIGHT_GLOBAL_SCALE)
         if values and not _only_zero_weights_differ(view, values):
-            yield _finding(
-                fused, WEIGHT_GLOBAL_SCALE, values, "error", "would use the largest value for all"
-            )
+            where = f"{fused.name}: {WEIGHT_GLOBAL_SCALE}"
+            yield Finding.at(rules.WEIGHT_GLOBAL_SCALE, where, values=listed_values(values))
         for parameter in INPUT_SCALES:
             if values := _different_values(view, fused, parameter):
-                taken = (min if parameter in view.reciprocals else max)(values.values())
-                yield _input_finding(fused, parameter, values, group, taken)
+                used = (min if parameter in view.reciprocals else max)(values.values())
+                yield _input_finding(f"{fused.name}: {parameter}", values, group, used)
         if group.weights.strategy == "tensor" and (
             values := _different_values(view, fused, WEIGHT_SCALE)
         ):
-            behavior = "requantizes to the largest value, with a small loss"
-            yield _finding(fused, WEIGHT_SCALE, values, "warning", behavior)
+            where = f"{fused.name}: {WEIGHT_SCALE}"
+            yield Finding.at(rules.WEIGHT_SCALE, where, values=listed_values(values))
 
 
 def _only_zero_weights_differ(view: CheckpointView, values: Mapping[str, float]) -> bool:
@@ -62,26 +61,19 @@ def _only_zero_weights_differ(view: CheckpointView, values: Mapping[str, float])
 
 
 def _input_finding(
-    fused: FusedLayer,
-    parameter: str,
-    values: Mapping[str, float],
-    group: ConfigGroup,
-    taken: float,
+    where: str, values: Mapping[str, float], group: ConfigGroup, used: float
 ) -> Finding:
     """Return the finding on different scales of the same input.
 
     The finding is a warning if the inputs are floating-point and most members have the scale that
     vLLM uses. Otherwise it is an error.
     """
-    inputs = group.input_activations
+    inputs, listed = group.input_activations, listed_values(values)
     if inputs is not None and not inputs.is_float:
-        return _finding(
-            fused, parameter, values, "error", "would use the last value that it reads for all"
-        )
-    if 2 * sum(value == taken for value in values.values()) > len(values):
-        behavior = f"uses {taken:.9g} for all, the value of most layers"
-        return _finding(fused, parameter, values, "warning", behavior)
-    return _finding(fused, parameter, values, "error", f"would use {taken:.9g} for all")
+        return Finding.at(rules.INTEGER_INPUT_SCALE, where, values=listed)
+    is_usual = 2 * sum(value == used for value in values.values()) > len(values)
+    rule = rules.INPUT_SCALE.as_warning if is_usual else rules.INPUT_SCALE
+    return Finding.at(rule, where, values=listed, used=used)
 
 
 def _different_values(view: CheckpointView, fused: FusedLayer, parameter: str) -> dict[str, float]:
@@ -97,22 +89,6 @@ def _different_values(view: CheckpointView, fused: FusedLayer, parameter: str) -
     return values if len(set(values.values())) > 1 else {}
 
 
-def _finding(
-    fused: FusedLayer,
-    parameter: str,
-    values: Mapping[str, float],
-    severity: Severity,
-    vllm_behavior: str,
-) -> Finding:
-    """Return a finding that lists the members' values."""
-    return Finding(
-        check=NAME,
-        claim="values",
-        severity=severity,
-        where=f"{fused.name}: {parameter}",
-        expected="one value for all layers that vLLM fuses",
-        got=", ".join(
-            f"{module.rpartition('.')[2]} {value:.9g}" for module, value in values.items()
-        ),
-        fix=f"quantize again with a shared scale; vLLM {vllm_behavior}",
-    )
+def listed_values(values: Mapping[str, float]) -> list[str]:
+    """Return each layer's name and value, for messages."""
+    return [f"{module.rpartition('.')[2]} {value:.9g}" for module, value in values.items()]

@@ -1,6 +1,5 @@
 """Check that vLLM accepts the FP8 KV cache, and that every attention layer has its scales."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -8,22 +7,18 @@ import numpy as np
 from vexport.architectures import NUMBERED_LAYER
 from vexport.architectures.linears import is_attention, is_key_projection
 from vexport.checks.numbers import PLACEHOLDER, is_zero, largest_output
-from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.view import CheckpointView
 from vexport.checks.vllm.zeros import is_empty
-from vexport.errors import alternatives
 from vexport.formats.base import FLOAT_SCALES
 from vexport.numerics import E4M3_MAX
 from vexport.records import Finding, Json, TensorInfo
-from vexport.records.values import plural
+from vexport.rules import kv_cache as rules
 
-NAME = "kv_cache"
 DESCRIPTION = (
     "vLLM supports the KV cache scheme, and every attention layer has usable key and value scales"
 )
 SCALES = ("k_scale", "v_scale")
 STRATEGIES = ("tensor", "attn_head")
-FIX = "quantize the KV cache again with calibration"
 # Largest plausible scale, for keys and values up to 4096. The keys and values of trained models
 # reach several hundred.
 MAX_SCALE = 4096 / E4M3_MAX
@@ -55,16 +50,13 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         return
     if scheme is not None and not _is_accepted(scheme):
         where = f"{view.quantization.place}.kv_cache_scheme"
-        expected = f"float, 8 bits, symmetric, strategy {' or '.join(STRATEGIES)}"
-        fix = "quantize the KV cache again, or remove the key"
-        yield error(
-            NAME, where, claim="refused", expected=expected, got=json.dumps(scheme), fix=fix
-        )
+        yield Finding.at(rules.SCHEME, where, value=scheme, strategies=STRATEGIES)
         return
     scales = [*_read_scales(view)]
     stored = [(module, name, tensor) for module, name, tensor in scales if tensor is not None]
     if scheme is not None and scales and not stored:
-        yield _no_scales(view)
+        # The scales may be missing on purpose.
+        yield Finding.at(rules.NO_SCALES, f"{view.quantization.place}: FP8 KV cache")
     if stored:
         yield from _missing_scales(view, scales)
     for module, parameter, tensor in stored:
@@ -90,14 +82,6 @@ def _read_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | 
         yield from _all_cache_scales(view)
 
 
-def _no_scales(view: CheckpointView) -> Finding:
-    """Return a warning that no layer has a scale, which may be on purpose."""
-    where = f"{view.quantization.place}: FP8 KV cache"
-    expected = "calibrated scales of keys and values"
-    got = "no scale in any layer: vLLM would use 1.0"
-    return warning(NAME, where, claim="values", expected=expected, got=got, fix=FIX)
-
-
 def _missing_scales(
     view: CheckpointView, scales: Iterable[tuple[str, str, TensorInfo | None]]
 ) -> Iterator[Finding]:
@@ -110,13 +94,9 @@ def _missing_scales(
         if len(parameters) == 1:
             yield _half_pair(view, module, *parameters)
         elif _reads_other_cache(view, module):
-            expected = "the scales of the layer that fills this cache"
-            got = "no scales: vLLM would read the shared KV cache with 1.0"
-            yield warning(NAME, module, claim="values", expected=expected, got=got, fix=FIX)
+            yield Finding.at(rules.SHARED_CACHE, module)
         else:
-            expected = "scales of the FP8 KV cache, as in other layers"
-            got = "no k_scale and no v_scale: vLLM would use 1.0"
-            yield error(NAME, module, claim="values", expected=expected, got=got, fix=FIX)
+            yield Finding.at(rules.MISSING_SCALES, module)
 
 
 def _half_pair(view: CheckpointView, module: str, missing: str) -> Finding:
@@ -125,18 +105,16 @@ def _half_pair(view: CheckpointView, module: str, missing: str) -> Finding:
     Sources: process_weights_after_loading of BaseKVCacheMethod (quantization/kv_cache.py) and
     create_weights of CompressedTensorsKVCacheMethod.
     """
-    where, expected = f"{module}.{missing}", "a scale of the FP8 KV cache"
     method = view.quantization.method
     if method is None or not method.pairs_cache_scales:
-        got = "no such tensor: vLLM would use 1.0"
-        return error(NAME, where, claim="values", expected=expected, got=got, fix=FIX)
-    if missing == "v_scale":
-        got = "no such tensor: vLLM uses k_scale for keys and values"
-        return warning(NAME, where, claim="values", expected=expected, got=got, fix=FIX)
-    when = " with --kv-cache-dtype fp8" if method.needs_cache_request else ""
-    got = f"no such tensor: vLLM asserts k_scale > 0{when}, because v_scale is stored"
-    # Not a claim of refusal: the assertion follows the load, so that a dry load cannot decide it.
-    return error(NAME, where, claim="values", expected=expected, got=got, fix=FIX)
+        rule = rules.MISSING_SCALE
+    elif missing == "v_scale":
+        rule = rules.KEY_SCALE_FOR_VALUES
+    elif method.needs_cache_request:
+        rule = rules.ONLY_VALUE_SCALE_ON_REQUEST
+    else:
+        rule = rules.ONLY_VALUE_SCALE
+    return Finding.at(rule, f"{module}.{missing}")
 
 
 def _reads_other_cache(view: CheckpointView, module: str) -> bool:
@@ -160,17 +138,7 @@ def _undeclared_scheme(view: CheckpointView) -> Iterator[Finding]:
         return
     stored = [tensor for _, _, tensor in _all_cache_scales(view)]
     if stored and all(stored):
-        where = f"{view.quantization.place}.kv_cache_scheme"
-        expected = "a scheme, because all attention layers have scales of the FP8 KV cache"
-        got = "no such key: vLLM would not quantize the KV cache"
-        yield error(
-            NAME,
-            where,
-            claim="precision",
-            expected=expected,
-            got=got,
-            fix="set kv_cache_scheme, or remove the scales",
-        )
+        yield Finding.at(rules.UNDECLARED, f"{view.quantization.place}.kv_cache_scheme")
 
 
 def cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
@@ -239,15 +207,11 @@ def _number_of_scales(
     Strategy tensor needs a single scale. Strategy attn_head needs a multiple of the KV heads.
     """
     heads = view.model.text.get("num_key_value_heads") if per_head else None
-    if not per_head and tensor.num_elements != 1:
-        yield _scale_finding(
-            tensor,
-            "one scale for all heads (strategy tensor)",
-            plural(tensor.num_elements, "value"),
-        )
-    if isinstance(heads, int) and heads > 0 and tensor.num_elements % heads:
-        expected = f"a scale for each of {heads} KV heads (strategy attn_head)"
-        yield _scale_finding(tensor, expected, plural(tensor.num_elements, "value"))
+    count = tensor.num_elements
+    if not per_head and count != 1:
+        yield Finding.at(rules.SCALE_COUNT, tensor.name, count=count)
+    if isinstance(heads, int) and heads > 0 and count % heads:
+        yield Finding.at(rules.SCALES_PER_HEAD, tensor.name, count=count, heads=heads)
 
 
 def _values(
@@ -256,27 +220,23 @@ def _values(
     """Yield findings on scales with a wrong dtype, or with invalid or implausible values."""
     values = view.reader.floats(tensor)
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))
+    name, dtypes = tensor.name, sorted(FLOAT_SCALES)
     if tensor.dtype not in FLOAT_SCALES:
-        yield _scale_finding(tensor, f"dtype {alternatives(sorted(FLOAT_SCALES))}", tensor.dtype)
+        yield Finding.at(rules.SCALE_DTYPE, name, dtype=tensor.dtype, dtypes=dtypes)
     if bad:
-        got = f"{plural(bad, 'NaN, infinite, zero or negative value')} of {values.size:,}"
-        yield _scale_finding(tensor, "finite scales above zero", got)
+        yield Finding.at(rules.INVALID_SCALE, name, invalid=bad, count=values.size)
     projection = f"{module}.{parameter[0]}_proj"
     if bad or not values.size or _outputs_only_zeros(view, projection):
         return
     bound = largest_output(view, projection)
     most = MAX_SCALE if bound is None else min(MAX_SCALE, bound / E4M3_MAX)
+    largest = float(values.max())
     if (values == PLACEHOLDER).all():
-        got = "1, which is vLLM's default without a scale"
-        yield warning(
-            NAME, tensor.name, claim="values", expected="a calibrated scale", got=got, fix=FIX
-        )
-    elif values.max() > most:
-        got = f"{values.max():g}, which looks like a reciprocal"
-        yield _scale_finding(tensor, f"scales of at most {most:.3g}", got)
-    elif values.max() < MIN_SCALE:
-        got = f"{values.max():g}, which is too small for keys and values"
-        yield _scale_finding(tensor, f"scales of at least {MIN_SCALE:g}", got)
+        yield Finding.at(rules.UNCALIBRATED, name)
+    elif largest > most:
+        yield Finding.at(rules.LARGE_SCALE, name, value=largest, most=most)
+    elif largest < MIN_SCALE:
+        yield Finding.at(rules.SMALL_SCALE, name, value=largest, least=MIN_SCALE)
 
 
 def _outputs_only_zeros(view: CheckpointView, module: str) -> bool:
@@ -287,7 +247,3 @@ def _outputs_only_zeros(view: CheckpointView, module: str) -> bool:
     if layer.group is not None:
         return is_empty(view, layer)
     return layer.weight is not None and is_zero(view, layer.weight)
-
-
-def _scale_finding(tensor: TensorInfo, expected: str, got: str) -> Finding:
-    return error(NAME, tensor.name, claim="values", expected=expected, got=got, fix=FIX)

@@ -10,16 +10,15 @@ from vexport.architectures import (
     transformers_models,
     transformers_table,
 )
-from vexport.architectures.config import shown, text_config
+from vexport.architectures.config import text_config
 from vexport.architectures.layout import impossible_size, layout_of, missing_sizes, oversized
 from vexport.architectures.layout_table import ClassLayout, get_layout
-from vexport.architectures.rotary import table_bytes, wrong_numbers
-from vexport.checks.vllm.findings import error, warning
+from vexport.architectures.rotary import PARTIAL, table_bytes, wrong_numbers
 from vexport.checks.vllm.view import CheckpointView
-from vexport.records import Claim, Finding, Json, NotJudged
+from vexport.records import Finding, Json, NotJudged
+from vexport.rules import model as rules
 from vexport.version import short_version
 
-NAME = "model"
 DESCRIPTION = (
     "vLLM supports the model's class, and config.json has the names and sizes that it needs"
 )
@@ -46,31 +45,20 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     yield from _overflowing_dtype(view)
     yield from _positions(view)
     yield from _labels(view)
+    place = view.config_path
     if impossible := impossible_size(config, len(view.index.tensors)):
-        key, got = impossible
-        yield _config_finding(
-            view, key, "a number that fits the stored tensors", got, claim="values"
-        )
+        key, reason = impossible
+        yield Finding.at(rules.IMPOSSIBLE_COUNT, f"{place}: {key}", reason=reason)
         return
     entry = get_layout(view.model.class_name, view.model.version)
     if entry is not None:
         for key, value in oversized(entry, config):
-            yield _config_finding(
-                view, key, "a possible size of a tensor", shown(value), claim="refused"
-            )
+            yield Finding.at(rules.LARGE_SIZE, f"{place}: {key}", value=value)
         for key in missing_sizes(entry, config):
-            got = (
-                shown(config[key])
-                if key in config
-                else "no such key: transformers would use its default"
-            )
-            yield _config_finding(
-                view,
-                key,
-                "a whole number above zero",
-                got,
-                claim="refused" if key in config else "values",
-            )
+            if key in config:
+                yield Finding.at(rules.SIZE, f"{place}: {key}", value=config[key])
+            else:
+                yield Finding.at(rules.NO_SIZE, f"{place}: {key}")
         yield from _sizes(view, entry, text_config(config))
 
 
@@ -87,41 +75,28 @@ def _overflowing_dtype(view: CheckpointView) -> Iterator[Finding]:
     }
     if dtype in FLOAT16_NAMES and stored == {"BF16"}:
         meant = any(tensor.dtype == "F16" for tensor in view.index.tensors.values())
-        where = f"{view.config_path}: dtype"
-        expected = "bfloat16, in which the norms are stored"
-        got = f"{dtype}: vLLM would run the model in {dtype}, and large values would overflow"
-        finding = warning if meant else error
-        yield finding(
-            NAME, where, claim="values", expected=expected, got=got, fix="set dtype to bfloat16"
-        )
+        rule = rules.OVERFLOWING_DTYPE.as_warning if meant else rules.OVERFLOWING_DTYPE
+        yield Finding.at(rule, f"{view.config_path}: dtype", dtype=dtype)
 
 
 def _class(view: CheckpointView) -> Iterator[Finding]:
     """Yield the findings of the first rule that fails. Later rules depend on earlier ones."""
-    rules = (
+    steps = (
         _invalid_names,
         _unknown_class,
         _missing_output_layer,
         _wrong_model_type,
         _missing_class_name,
     )
-    yield from next((findings for rule in rules if (findings := [*rule(view)])), [])
+    yield from next((findings for step in steps if (findings := [*step(view)])), [])
 
 
 def _invalid_names(view: CheckpointView) -> Iterator[Finding]:
     kind, names = view.index.config.get("model_type"), view.index.config.get("architectures")
     if not isinstance(kind, str) or not kind:
-        yield _config_finding(
-            view,
-            "model_type",
-            "transformers' name of the architecture",
-            shown(kind),
-            claim="refused",
-        )
+        yield Finding.at(rules.MODEL_TYPE_NAME, f"{view.config_path}: model_type", value=kind)
     elif names is not None and not isinstance(names, list):
-        yield _config_finding(
-            view, "architectures", "a list of names", shown(names), claim="refused"
-        )
+        yield Finding.at(rules.ARCHITECTURES, f"{view.config_path}: architectures", value=names)
 
 
 def _unknown_class(view: CheckpointView) -> Iterator[Finding]:
@@ -131,11 +106,9 @@ def _unknown_class(view: CheckpointView) -> Iterator[Finding]:
     `class_not_judged`.
     """
     name, table = view.model.class_name, architecture_table(view.model.version)
+    where = f"{view.config_path}: architectures"
     if not name:
-        got = "no such key, and an unknown model_type"
-        yield _config_finding(
-            view, "architectures", "the name of the model class", got, claim="refused"
-        )
+        yield Finding.at(rules.NO_CLASS, where)
         return
     of_transformers = transformers_models(_kind(view), view.model.version) or ()
     has_code = "auto_map" in view.index.config or name in of_transformers
@@ -144,9 +117,8 @@ def _unknown_class(view: CheckpointView) -> Iterator[Finding]:
         return
     reason = exclusion_reason(name, view.model.version)
     if reason is None or reason.startswith(REMOVED):
-        expected = f"a class of vLLM {short_version(view.model.version)} or of transformers"
-        got = f"{name}, an unknown class" if reason is None else f"{name}: {reason}"
-        yield _config_finding(view, "architectures", expected, got, claim="refused")
+        version, reason = short_version(view.model.version), reason or "an unknown class"
+        yield Finding.at(rules.UNKNOWN_CLASS, where, model=name, reason=reason, version=version)
 
 
 def class_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
@@ -164,10 +136,8 @@ def _missing_output_layer(view: CheckpointView) -> Iterator[Finding]:
     if name.endswith(CLASSIFIER) and not any(
         CLASSIFIER_LAYERS.search(tensor) for tensor in view.index.tensors
     ):
-        got = f"{name}, but no tensor of its output layer"
-        yield _config_finding(
-            view, "architectures", "a class with all its tensors stored", got, claim="values"
-        )
+        where = f"{view.config_path}: architectures"
+        yield Finding.at(rules.NO_OUTPUT_LAYER, where, model=name)
 
 
 def _wrong_model_type(view: CheckpointView) -> Iterator[Finding]:
@@ -178,10 +148,11 @@ def _wrong_model_type(view: CheckpointView) -> Iterator[Finding]:
     """
     name, kind, config = view.model.class_name, _kind(view), view.index.config
     models = architecture_table(view.model.version).text_models
+    where = f"{view.config_path}: model_type"
     known_class = get_layout(name, view.model.version) is not None and "auto_map" not in config
     known_kind = kind in models or transformers_models(kind, view.model.version) is not None
     if known_class and not known_kind:
-        yield _config_finding(view, "model_type", f"the model type of {name}", kind, claim="values")
+        yield Finding.at(rules.MODEL_TYPE, where, value=kind, model=name)
     elif name in models.values() and models.get(kind, name) != name:
         meant = layout_of(
             models[kind], config, view.model.architecture, view.index.tensors, view.model.version
@@ -189,9 +160,7 @@ def _wrong_model_type(view: CheckpointView) -> Iterator[Finding]:
         layout = view.model.layout
         missing = meant and layout and meant.parameters.keys() - layout.parameters.keys()
         if layout is None or missing and missing & view.index.tensors.keys():
-            yield _config_finding(
-                view, "model_type", f"the model type of {name}", kind, claim="values"
-            )
+            yield Finding.at(rules.MODEL_TYPE, where, value=kind, model=name)
 
 
 def _missing_class_name(view: CheckpointView) -> Iterator[Finding]:
@@ -200,14 +169,11 @@ def _missing_class_name(view: CheckpointView) -> Iterator[Finding]:
     base = WITH_HEAD.sub("Model", name)
     if view.index.config.get("architectures"):
         return
-    where, expected = f"{view.config_path}: architectures", "the name of the model class"
-    if base not in GENERATING_BASES:
-        got = f"no such key: vLLM would use {base} for {kind}, which computes embeddings, not text"
-        yield _config_finding(view, "architectures", expected, got, claim="values")
-        return
-    got = f"no such key: vLLM uses {name} for model_type {kind}"
-    fix = f'add "architectures": ["{name}"]'
-    yield warning(NAME, where, claim="values", expected=expected, got=got, fix=fix)
+    where = f"{view.config_path}: architectures"
+    if base in GENERATING_BASES:
+        yield Finding.at(rules.ASSUMED_CLASS, where, model=name, kind=kind)
+    else:
+        yield Finding.at(rules.EMBEDDING_CLASS, where, base=base, kind=kind)
 
 
 def _kind(view: CheckpointView) -> str:
@@ -218,26 +184,17 @@ def _sizes(
     view: CheckpointView, entry: ClassLayout, config: Mapping[str, Json]
 ) -> Iterator[Finding]:
     """Report implausible KV heads, an implausible epsilon, and contradictory RoPE settings."""
+    place = view.config_path
     heads, keys = config.get("num_attention_heads"), config.get("num_key_value_heads")
     sized = any("num_key_value_heads" in side for row in entry.rows for side in row.shape or ())
     if sized and isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
-        yield _config_finding(
-            view,
-            "num_key_value_heads",
-            f"a divisor of num_attention_heads {shown(heads)}",
-            shown(keys),
-            claim="refused",
-        )
+        where = f"{place}: num_key_value_heads"
+        yield Finding.at(rules.KEY_VALUE_HEADS, where, value=keys, heads=heads)
     # vLLM accepts any epsilon without an error.
     epsilon = config.get("rms_norm_eps", LARGEST_EPSILON)
     if isinstance(epsilon, float) and not 0 <= epsilon <= LARGEST_EPSILON:
-        yield _config_finding(
-            view,
-            "rms_norm_eps",
-            f"a number from 0 to {LARGEST_EPSILON}",
-            shown(epsilon),
-            claim="values",
-        )
+        where = f"{place}: rms_norm_eps"
+        yield Finding.at(rules.EPSILON, where, value=epsilon, most=LARGEST_EPSILON)
     # vLLM also accepts two different descriptions of RoPE, and uses only one of them.
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     kinds = [
@@ -245,48 +202,26 @@ def _sizes(
     ]
     scaled = any(kind not in ("default", None) for kind in kinds)
     if isinstance(new, dict) and isinstance(old, dict) and new != old and scaled:
-        got = f"{shown(old)}, but different rope_parameters {shown(new)}"
-        yield _config_finding(
-            view,
-            "rope_scaling",
-            "the same values as rope_parameters, or no key",
-            got,
-            claim="values",
-        )
+        yield Finding.at(rules.ROPE_SCALING, f"{place}: rope_scaling", old=old, new=new)
 
 
 def _positions(view: CheckpointView) -> Iterator[Finding]:
     """Report invalid numbers in RoPE settings, and position tables that do not fit into memory."""
     accepted = transformers_table(view.model.version).accepted
-    for wrong in wrong_numbers(view.index.config, accepted):
-        yield _config_finding(view, wrong.key, wrong.need, shown(wrong.value), claim="values")
+    for key, value in wrong_numbers(view.index.config, accepted):
+        is_share = key.rpartition(".")[2] in PARTIAL
+        rule = rules.ROTATED_SHARE if is_share else rules.ROPE_VALUE
+        yield Finding.at(rule, f"{view.config_path}: {key}", value=value)
     num_bytes = table_bytes({"dtype": view.index.config.get("dtype"), **view.model.text})
     if num_bytes > MAX_TABLE_BYTES:
-        expected = f"a rotary table of at most {MAX_TABLE_BYTES >> 30} GiB"
-        got = (
-            f"a rotary table of {num_bytes / (1 << 30):,.0f} GiB, which vLLM computes on each GPU "
-            f"at startup"
-        )
-        fix = (
-            "set max_position_embeddings and the factor in rope_parameters to the values that the "
-            "model was trained with"
-        )
         where = f"{view.config_path}: max_position_embeddings"
-        yield warning(NAME, where, claim="values", expected=expected, got=got, fix=fix)
+        size, most = num_bytes / (1 << 30), MAX_TABLE_BYTES >> 30
+        yield Finding.at(rules.POSITION_TABLE, where, size=size, most=most)
 
 
 def _labels(view: CheckpointView) -> Iterator[Finding]:
     """Report a number of labels so large that transformers' label names would fill the memory."""
     count = view.index.config.get("num_labels")
     if isinstance(count, int) and count > MAX_LABELS:
-        expected = f"at most {MAX_LABELS:,}, because transformers creates a name for each label"
-        yield _config_finding(view, "num_labels", expected, shown(count), claim="refused")
-
-
-def _config_finding(
-    view: CheckpointView, key: str, expected: str, got: str, *, claim: Claim
-) -> Finding:
-    fix = "use the model's original config.json"
-    return error(
-        NAME, f"{view.config_path}: {key}", claim=claim, expected=expected, got=got, fix=fix
-    )
+        where = f"{view.config_path}: num_labels"
+        yield Finding.at(rules.LABELS, where, value=count, most=MAX_LABELS)

@@ -14,15 +14,12 @@ import numpy.typing as npt
 from vexport.architectures.layout import ATTENTION_NORM
 from vexport.checkpoint.dtypes import BITS, to_numpy
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.numerics import GLOBAL_SCALE_NUMERATOR
 from vexport.records import Finding, TensorInfo
-from vexport.records.values import plural
+from vexport.rules import values as rules
 
-# Check name of the findings in this module.
-CHECK = "values"
 E4M3_NAN = 0x7F
 # Scales of linear layers. The scales of the KV cache are checked separately.
 LAYER_SCALES = ("weight_scale", "weight_global_scale", "input_scale", "input_global_scale")
@@ -66,7 +63,6 @@ RANGE_TOLERANCE = 1.5
 IN_LAYER = re.compile(
     r"(?P<layer>model\.layers\.\d+\.)(?P<part>\w+)\.(?:experts\.\d+\.)?(?P<projection>\w+)$"
 )
-FIX_TENSOR = "look at this tensor in the source, then export the checkpoint again"
 # Dtypes of scales that store exponents.
 EXPONENT_DTYPES = ("U8", "F8_E8M0")
 
@@ -141,15 +137,14 @@ def codes_out_of_range(
     codes = np.frombuffer(view.reader.raw(weight), np.int8)
     bad = int(np.count_nonzero((codes >= half) | (codes < -half)))
     if bad:
-        expected = f"codes of {group.weights.num_bits} bits, from {-half} to {half - 1}"
-        got = f"more bits in {bad:,} of {plural(codes.size, 'code')}"
-        yield error(
-            CHECK,
+        yield Finding.at(
+            rules.CODE_RANGE,
             weight.name,
-            claim="values",
-            expected=expected,
-            got=got,
-            fix="correct num_bits in the config group",
+            wrong=bad,
+            count=codes.size,
+            bits=group.weights.num_bits,
+            least=-half,
+            most=half - 1,
         )
 
 
@@ -164,11 +159,8 @@ def not_finite(view: CheckpointView) -> Iterator[Finding]:
         # Weights are neither scalars nor named like a bound or a mask.
         weights = bool(tensor.shape) and not BOUNDS.search(tensor.name.rpartition(".")[2])
         if bad := _count_not_finite(view, tensor, infinity=weights):
-            expected = "finite values" if weights else "numbers"
-            got = plural(bad, "NaN or infinite value" if weights else "NaN value")
-            yield error(
-                CHECK, tensor.name, claim="values", expected=expected, got=got, fix=FIX_TENSOR
-            )
+            rule = rules.NOT_FINITE if weights else rules.NOT_A_NUMBER
+            yield Finding.at(rule, tensor.name, count=bad)
 
 
 def _count_not_finite(view: CheckpointView, tensor: TensorInfo, *, infinity: bool) -> int:
@@ -224,10 +216,7 @@ def all_zero_tensors(view: CheckpointView) -> Iterator[Finding]:
         if tensor is None or not tensor.num_bytes or tensor.dtype not in ("BF16", "F16", "F32"):
             continue
         if is_zero(view, tensor):
-            expected = "values other than zero"
-            yield error(
-                CHECK, name, claim="values", expected=expected, got="only zeros", fix=FIX_TENSOR
-            )
+            yield Finding.at(rules.ALL_ZERO, name)
 
 
 def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
@@ -284,17 +273,10 @@ def impossible_input_scale(
     if scale is None or bounds is None:
         return
     (name, largest), (least, most) = scale, bounds
-    got = f"a scale for inputs up to {largest:.3g}"
-    fix = "calibrate again: the value is not this layer's scale, or is its reciprocal"
     if largest > most * RANGE_TOLERANCE:
-        expected = f"a scale for inputs up to {most:.3g}, the largest output of the preceding norm"
-        yield error(CHECK, name, claim="values", expected=expected, got=got, fix=fix)
+        yield Finding.at(rules.LARGER_THAN_NORM, name, largest=largest, most=most)
     elif largest < least / RANGE_TOLERANCE:
-        expected = (
-            f"a scale for inputs up to {least:.3g} or more, because the preceding norm outputs a "
-            f"value of at least this size for each token"
-        )
-        yield error(CHECK, name, claim="values", expected=expected, got=got, fix=fix)
+        yield Finding.at(rules.SMALLER_THAN_NORM, name, largest=largest, least=least)
 
 
 def _static_scale(

@@ -10,20 +10,15 @@ from vexport.architectures.layout import ModelLayout, Shape
 from vexport.architectures.ranks import Split, parts_of, split_of
 from vexport.architectures.stored import JOINED
 from vexport.checks.numbers import is_lossless_cast, is_rounding_negligible, rounded
-from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView
-from vexport.errors import alternatives
 from vexport.formats.base import EXPERT, Parameter, partition_of
 from vexport.numerics import INT32_BITS
 from vexport.records import FLOATING, Finding, TensorInfo
+from vexport.rules import shapes as rules
 
-NAME = "shapes"
-FIX_EXPORT = "export the checkpoint again"
 DESCRIPTION = "dtypes and shapes match the config, and the members of fused layers fit together"
 
-# Text after the shape of a tensor that is too large.
-NARROWED = ", which vLLM silently cuts to the expected size"
 # Rounding these scales to 16 bits multiplies all weights or inputs of a layer by the same factor.
 # The factor differs from 1 by at most 0.4 %, far less than the errors of FP4 rounding.
 GLOBAL_SCALES = (".weight_global_scale", ".input_global_scale", ".weight_scale_2")
@@ -74,7 +69,7 @@ def _quantized(
         whole_words = INT32_BITS % group.weights.num_bits == 0
         narrowing = whole_words and is_config_right
         for parameter in (name for name in expected if name in parameters):
-            yield from _dtype(view, group, parameters[parameter], expected[parameter])
+            yield from _dtype(view, parameters[parameter], expected[parameter])
             yield from _shape(
                 group, parameters[parameter], expected[parameter], dimension, narrowing=narrowing
             )
@@ -93,7 +88,7 @@ def _unusable_tensors(
         for problem in group.stored_as.unusable_tensors(
             group, view.model.modules[module], view.reader
         ):
-            yield replace(problem, check=NAME, where=f"{module}.{problem.where}")
+            yield replace(problem, where=f"{module}.{problem.where}")
 
 
 def _correct_projections(view: CheckpointView) -> frozenset[str]:
@@ -120,23 +115,16 @@ def _narrowed_dimension(view: CheckpointView, fused: FusedLayer) -> int | None:
     return SPLIT_DIMENSIONS.get(split_of(fused, view.model.names))
 
 
-def _dtype(
-    view: CheckpointView, group: ConfigGroup, tensor: TensorInfo, expected: Parameter
-) -> Iterator[Finding]:
+def _dtype(view: CheckpointView, tensor: TensorInfo, expected: Parameter) -> Iterator[Finding]:
     """Report a wrong dtype. The finding is a warning if vLLM's cast keeps nearly all precision."""
     if tensor.dtype in expected.dtypes:
         return
-    wanted = f"dtype {alternatives(sorted(expected.dtypes))} ({group.format})"
     is_negligible = tensor.name.endswith(GLOBAL_SCALES) and is_rounding_negligible(
         view.reader, tensor
     )
-    if is_negligible or is_lossless_cast(view.reader, tensor, expected.dtype):
-        loss = "a rounding error of at most 0.4%" if is_negligible else "no loss"
-        got = f"{tensor.dtype}, which vLLM casts, with {loss}"
-        yield warning(NAME, tensor.name, claim="values", expected=wanted, got=got, fix=FIX_EXPORT)
-    else:
-        got = f"{tensor.dtype}: vLLM would cast the values and change them"
-        yield error(NAME, tensor.name, claim="values", expected=wanted, got=got, fix=FIX_EXPORT)
+    is_cast = is_negligible or is_lossless_cast(view.reader, tensor, expected.dtype)
+    rule = rules.CAST if is_cast else rules.DTYPE
+    yield Finding.at(rule, tensor.name, dtype=tensor.dtype, dtypes=sorted(expected.dtypes))
 
 
 def _shape(
@@ -155,31 +143,18 @@ def _shape(
     if tensor.shape == expected.shape or scalar:
         return
     size = f" {group.weights.group_size}" if group.weights.group_size else ""
-    wanted = f"shape {list(expected.shape)} ({group.format}, {group.weights.strategy}{size})"
-    got = str(list(tensor.shape))
-    if (
+    is_cut = (
         narrowing
         and dimension in expected.along
         and _is_narrowed(tensor.shape, expected.shape, dimension)
-    ):
-        yield warning(
-            NAME, tensor.name, claim="values", expected=wanted, got=got + NARROWED, fix=FIX_EXPORT
-        )
-    else:
-        fix = f"{FIX_EXPORT}, or correct the config"
-        yield _wrong_shape(tensor, wanted, got, fix)
-
-
-def _wrong_shape(tensor: TensorInfo, expected: str, got: str, fix: str) -> Finding:
-    """Return the error on a shape. vLLM refuses the tensor, or copies a part of it."""
-    return error(
-        NAME,
+    )
+    yield Finding.at(
+        rules.CUT if is_cut else rules.SHAPE,
         tensor.name,
-        claim="values",
-        expected=expected,
-        got=got,
-        fix=fix,
-        loader_faults=("refused", "cast", "narrowed"),
+        shape=list(tensor.shape),
+        expected=list(expected.shape),
+        format=group.format,
+        strategy=f"{group.weights.strategy}{size}",
     )
 
 
@@ -209,13 +184,9 @@ def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
         for dtype in ("BF16", "F16"):
             few = dtypes.get(dtype, [])
             for name in few if len(few) < len(whole) else ():
-                expected = f"dtype F32, like {parameter} of {whole[0].rpartition('.')[0]}"
-                got = (
-                    f"{dtype}, which is less precise; this changes the outputs no more than "
-                    f"rounding the weights does"
-                )
-                yield warning(
-                    NAME, name, claim="values", expected=expected, got=got, fix=FIX_EXPORT
+                other = whole[0].rpartition(".")[0]
+                yield Finding.at(
+                    rules.ROUNDED_SCALE, name, dtype=dtype, parameter=parameter, other=other
                 )
 
 
@@ -260,26 +231,19 @@ def _unquantized_tensor(
     if tensor is None or JOINED.fullmatch(name):
         return
     if tensor.dtype not in FLOATING:
-        expected_dtype = f"dtype {alternatives(sorted(FLOATING))}"
-        got = f"{tensor.dtype}: vLLM would cast the values and change them"
-        yield error(NAME, name, claim="values", expected=expected_dtype, got=got, fix=FIX_EXPORT)
+        yield Finding.at(rules.DTYPE, name, dtype=tensor.dtype, dtypes=sorted(FLOATING))
     elif _loses_in_bfloat16(view, tensor):
-        got = "F16 with values that BF16 cannot represent: vLLM rounds them, or the dtype is wrong"
-        yield error(
-            NAME,
-            name,
-            claim="values",
-            expected="dtype BF16, the model's dtype",
-            got=got,
-            fix=FIX_EXPORT,
-        )
+        yield Finding.at(rules.LOSS_IN_BFLOAT16, name)
     known = any(size is not None for size in shape)
     if known and not _has_shape(tensor, shape):
-        narrowed = _is_narrowed(tensor.shape, shape, dimension)
-        wanted = f"shape {list(shape)}, from the sizes of {view.model.class_name} in config.json"
-        got = f"{list(tensor.shape)}{NARROWED if narrowed else ''}"
-        fix = f"{FIX_EXPORT}, or correct config.json"
-        yield _wrong_shape(tensor, wanted, got, fix)
+        is_cut = _is_narrowed(tensor.shape, shape, dimension)
+        yield Finding.at(
+            rules.CUT_MODEL_SHAPE if is_cut else rules.MODEL_SHAPE,
+            name,
+            shape=list(tensor.shape),
+            expected=list(shape),
+            model=view.model.class_name,
+        )
 
 
 def _has_shape(tensor: TensorInfo, shape: Shape) -> bool:
@@ -314,17 +278,12 @@ def _compare_widths(
     shapes = {layer.name: view.layers.shape_of(layer) for layer in view.layers.members(fused)}
     widths = {name: shape[1] for name, shape in shapes.items() if shape}
     if len(set(widths.values())) > 1:
-        expected = "the same in_features in all layers that vLLM fuses"
-        got = ", ".join(f"{module.rpartition('.')[2]} {width}" for module, width in widths.items())
-        yield error(NAME, fused.name, claim="refused", expected=expected, got=got, fix=FIX_EXPORT)
+        sizes = [f"{module.rpartition('.')[2]} {width}" for module, width in widths.items()]
+        yield Finding.at(rules.FUSED_WIDTHS, fused.name, widths=sizes)
     size = group.weights.group_size
     for module, width in widths.items():
         if size and size > 0 and width % size:
-            expected = f"in_features that are a multiple of group_size {size}"
-            fix = "quantize the layer with another group size, or keep it unquantized"
-            yield error(
-                NAME, module, claim="values", expected=expected, got=f"in_features {width}", fix=fix
-            )
+            yield Finding.at(rules.GROUP_SIZE, module, width=width, size=size)
 
 
 def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> Iterator[Finding]:
@@ -336,6 +295,4 @@ def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -
         return
     parts = parts_of(fused, members, view.model.names)
     if reason := group.storage.unsupported_shape(group, partition_of(parts, 1, "none")):
-        expected = "a layer that vLLM can run with block scales"
-        fix = "quantize the layer per channel, or keep it unquantized"
-        yield error(NAME, fused.name, claim="refused", expected=expected, got=reason, fix=fix)
+        yield Finding.at(rules.BLOCKS, fused.name, reason=reason)

@@ -7,26 +7,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from vexport.checkpoint.index import (
-    FIX_PATH,
     INDEX_NAME,
-    PATTERN_PATH,
-    PLAIN_PATH,
     read_header,
     vllm_finds_weights,
 )
 from vexport.checkpoint.reader import same_bytes
-from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.outputs import RECIPE
 from vexport.outputs.digests import DIGESTS, digest_of, recorded_digests
 from vexport.records import Finding, NotJudged, TensorInfo
+from vexport.rules import digests as digest_rules
+from vexport.rules import shards as rules
 
-NAME = "shards"
 SHARD = re.compile(r"(?P<start>.*)-\d+(?P<of>-of-(?P<count>\d{1,9})\.safetensors)")
 DESCRIPTION = "vLLM loads the same files that the index lists, and each tensor is in only one file"
-DIGESTS_NAME = "digests"
 DIGESTS_DESCRIPTION = (
     "the files match all digests that are recorded for them (vexport.json, --digests)"
 )
@@ -46,14 +42,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     """
     root = view.index.root
     if not vllm_finds_weights(root):
-        yield warning(
-            NAME,
-            str(root),
-            claim="refused",
-            expected=PLAIN_PATH,
-            got=PATTERN_PATH,
-            fix=FIX_PATH,
-        )
+        yield Finding.at(rules.PATTERN_IN_PATH, str(root))
     if (root / INDEX_NAME).is_file():
         for tensor in view.index.repeated:
             yield _duplicate_finding(view, tensor, view.index.tensors[tensor.name])
@@ -99,17 +88,8 @@ def _unlisted_files(view: CheckpointView, places: Mapping[str, TensorInfo]) -> I
         module, _, parameter = name.rpartition(".")
         packed = parameter == "weight" and f"{module}.weight_packed" in view.index.tensors
         refused = packed or (bool(modules) and module not in modules)
-        expected = "a single safetensors file, or an index of all files"
-        got = f"a tensor in {places[name].file.name}, which vLLM loads, too"
-        fix = "remove the file that does not belong to the checkpoint, or write an index"
-        yield (error if refused else warning)(
-            NAME,
-            name,
-            claim="refused" if refused else "values",
-            expected=expected,
-            got=got,
-            fix=fix,
-        )
+        rule = rules.UNKNOWN_TENSOR_IN_UNLISTED_FILE if refused else rules.UNLISTED_FILE
+        yield Finding.at(rule, name, file=places[name].file.name)
 
 
 def _duplicate_finding(
@@ -119,19 +99,11 @@ def _duplicate_finding(
 
     `unread` is True if the first file is a remnant and the second file contains all its tensors.
     """
-    files = f"{first.file.name} and {second.file.name}"
-    expected = "each tensor in one file"
     if same_bytes(view.reader, first, view.reader, second):
-        got = f"the same values in {files}"
-        fix = "remove one of the two copies"
-        return warning(NAME, first.name, claim="values", expected=expected, got=got, fix=fix)
-    got = f"different values in {files}"
-    if unread:
-        got = f"{got}; vLLM uses the values in {second.file.name}"
-        fix = f"remove {first.file.name}"
-        return warning(NAME, first.name, claim="values", expected=expected, got=got, fix=fix)
-    fix = "remove the wrong copy: vLLM uses the copy that it reads last, which can be either"
-    return error(NAME, first.name, claim="values", expected=expected, got=got, fix=fix)
+        rule = rules.EQUAL_COPIES
+    else:
+        rule = rules.UNREAD_COPY if unread else rules.DIFFERENT_COPIES
+    return Finding.at(rule, first.name, first=first.file.name, second=second.file.name)
 
 
 def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
@@ -142,27 +114,15 @@ def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[F
     weight_map = read_json_object(view.index.root / INDEX_NAME).get("weight_map")
     listed = weight_map if isinstance(weight_map, dict) else {}
     stored = {name: tensor.file.name for name, tensor in places.items()}
-    absolute = {name for name, file in listed.items() if Path(str(file)).is_absolute()}
-    for names, got in (
-        (listed.keys() - stored.keys(), "an entry, but no such tensor"),
-        (absolute, "an absolute path, which is only valid on one machine"),
-        (stored.keys() - listed.keys(), "a tensor, but no entry"),
-        (
-            {
-                name
-                for name in listed.keys() & stored.keys() - absolute
-                if listed[name] != stored[name]
-            },
-            "an entry, but the tensor is in another file",
-        ),
+    both = listed.keys() & stored.keys()
+    for rule, names in (
+        (rules.ENTRY_WITHOUT_TENSOR, listed.keys() - both),
+        (rules.TENSOR_WITHOUT_ENTRY, stored.keys() - both),
+        (rules.ENTRY_OF_OTHER_FILE, {name for name in both if listed[name] != stored[name]}),
     ):
         if names:
-            where = f"{INDEX_NAME}: {min(names)}" + (
-                f" and {len(names) - 1} more" if len(names) > 1 else ""
-            )
-            expected = "an index with the file of each tensor"
-            fix = "write the index again: loaders other than vLLM's use these entries"
-            yield warning(NAME, where, claim=None, expected=expected, got=got, fix=fix)
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            yield Finding.at(rule, f"{INDEX_NAME}: {min(names)}{more}")
 
 
 def digests(view: CheckpointView) -> Iterator[Finding]:
@@ -173,12 +133,22 @@ def digests(view: CheckpointView) -> Iterator[Finding]:
     recorded = recorded_digests(view.index.root)
     existing = {name: recorded[name] for name in _existing(view, recorded)}
     if not _is_too_large(view, recorded):
-        yield from _compare_digests(
-            view, existing, f"if it was changed on purpose, remove {DIGESTS!r} from {RECIPE}"
-        )
-    yield from _compare_digests(
-        view, view.digests or {}, "if the list may be wrong, get it from the checkpoint's publisher"
-    )
+        for name, actual in _other_digests(view, existing):
+            yield Finding.at(
+                digest_rules.CHANGED_FILE,
+                str(view.index.root / name),
+                actual=actual,
+                digest=existing[name],
+                key=DIGESTS,
+                recipe=RECIPE,
+            )
+    listed = view.digests or {}
+    for name, actual in _other_digests(view, listed):
+        where = str(view.index.root / name)
+        if actual is None:
+            yield Finding.at(digest_rules.MISSING_FILE, where, digest=listed[name])
+        else:
+            yield Finding.at(digest_rules.OTHER_FILE, where, actual=actual, digest=listed[name])
 
 
 def values_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
@@ -215,13 +185,10 @@ def _existing(view: CheckpointView, names: Iterable[str]) -> list[str]:
     return [name for name in names if (view.index.root / name).is_file()]
 
 
-def _compare_digests(
-    view: CheckpointView, digests: Mapping[str, str], alternative: str
-) -> Iterator[Finding]:
-    """Report files that are missing or have another digest.
-
-    `alternative` is a second remedy, for the case that the file is correct.
-    """
+def _other_digests(
+    view: CheckpointView, digests: Mapping[str, str]
+) -> Iterator[tuple[str, str | None]]:
+    """Yield each file with another digest, with this digest, or None if the file is missing."""
     root = view.index.root
     names = _existing(view, digests)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -231,9 +198,4 @@ def _compare_digests(
         actual = dict(zip(names, computed, strict=True))
     for name, digest in digests.items():
         if actual.get(name) != digest:
-            expected = f"digest {digest}, as recorded"
-            got = f"digest {actual[name]}" if name in actual else "no such file"
-            fix = f"download or export the file again; {alternative}"
-            yield error(
-                DIGESTS_NAME, str(root / name), claim="values", expected=expected, got=got, fix=fix
-            )
+            yield name, actual.get(name)

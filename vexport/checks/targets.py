@@ -5,16 +5,15 @@ from collections.abc import Iterator, Sequence
 from vexport.architectures.fusion import ABSENT_UP, FusedLayer, is_head
 from vexport.architectures.linears import stacked_ending
 from vexport.architectures.stored import quantized_parameters
-from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.groups import ConfigGroup, targets_attention
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import PACKED
 from vexport.formats.arguments import described
 from vexport.numerics import INT32_BITS
-from vexport.records import FLOATING, Claim, Finding
+from vexport.records import FLOATING, Finding
+from vexport.rules import targets as rules
 from vexport.version import short_version
 
-NAME = "targets"
 DESCRIPTION = "targets and ignore, matched as in vLLM, agree with the tensors of every layer"
 
 
@@ -31,17 +30,12 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             continue  # vLLM builds this layer only for drafting
         ignored, parts = view.lookup.ignored(fused), view.lookup.names(fused)
         if ignored and len(ignored) < len(parts):
-            expected = (
-                f"all or none of {_names(parts)} in {_skip_key(view)}, because vLLM fuses them"
-            )
-            fix = f"list all of them in {_skip_key(view)}, or none"
-            yield error(
-                NAME,
+            yield Finding.at(
+                rules.PARTLY_IGNORED,
                 fused.name,
-                claim="refused",
-                expected=expected,
-                got=f"only {', '.join(ignored)}",
-                fix=fix,
+                ignored=ignored,
+                parts=[part.rpartition(".")[2] for part in parts],
+                key=_skip_key(view),
             )
             continue
         if view.model.architecture.is_embedding(fused.name) and view.layers.is_quantized(fused):
@@ -78,9 +72,7 @@ def _embeddings(view: CheckpointView) -> Iterator[Finding]:
             continue
         group = view.lookup.group_of(FusedLayer(name=module, members=(module,)))
         if group is not None:
-            yield _unquantized(
-                module, group, "embedding", "add the embedding to ignore, or narrow the targets"
-            )
+            yield _unquantized(view, module, group, "embedding")
 
 
 def _stacked_experts(view: CheckpointView) -> Iterator[Finding]:
@@ -94,21 +86,19 @@ def _stacked_experts(view: CheckpointView) -> Iterator[Finding]:
             first = f"{name.removesuffix(ending[0])}{ending[1].rpartition('.')[0]}.0.down_proj"
             group = view.lookup.group_of(FusedLayer(name=first, members=(first,)))
             if group is not None:
-                yield _unquantized(name, group, "layer of experts", "add the experts to ignore")
+                yield _unquantized(view, name, group, "layer of experts")
 
 
-def _unquantized(module: str, group: ConfigGroup, kind: str, fix: str) -> Finding:
-    expected = f"quantized tensors ({group.format}), because {group.name} targets this {kind}"
+def _unquantized(view: CheckpointView, module: str, group: ConfigGroup, kind: str) -> Finding:
     # vLLM casts a weight to the scheme's dtype if the parameter has the same name.
-    claim: Claim = "values" if group.storage.weight == "weight" else "refused"
-    return error(
-        NAME,
+    is_cast = group.storage.weight == "weight"
+    return Finding.at(
+        rules.CAST_LAYER if is_cast else rules.UNQUANTIZED_LAYER,
         module,
-        claim=claim,
-        expected=expected,
-        got="an unquantized weight",
-        fix=fix,
-        loader_faults=("refused", "missing"),
+        format=group.format,
+        group=group.name,
+        kind=kind,
+        key=_skip_key(view),
     )
 
 
@@ -116,13 +106,8 @@ def _quantized_embedding(view: CheckpointView, fused: FusedLayer) -> Iterator[Fi
     """Report quantized embeddings that vLLM refuses, as it does for most models."""
     reason = _embedding_refusal(view, fused)
     if reason is not None:
-        expected = (
-            "an unquantized embedding, or packed integers that vLLM supports for this model class"
-        )
-        stored = ", ".join(quantized_parameters(view.model.modules[fused.name]))
-        got = f"quantized tensors ({stored}): {reason}"
-        fix = "quantize again with the embedding in ignore"
-        yield error(NAME, fused.name, claim="refused", expected=expected, got=got, fix=fix)
+        stored = quantized_parameters(view.model.modules[fused.name])
+        yield Finding.at(rules.QUANTIZED_EMBEDDING, fused.name, tensors=stored, reason=reason)
 
 
 def _embedding_refusal(view: CheckpointView, fused: FusedLayer) -> str | None:
@@ -180,15 +165,14 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
             projection: group.name if group else "no group" for projection, group in groups.items()
         }
         if len(set(names.values())) > 1:
-            expected = "one config group for all projections of the experts"
-            got = ", ".join(f"{projection} in {name}" for projection, name in names.items())
-            fix = "quantize all projections of the experts alike, or none"
+            found = [f"{projection} in {name}" for projection, name in names.items()]
             if ABSENT_UP in groups:
-                fix += (
-                    f"; for experts without a gate, vLLM also looks up {layer}.0.{ABSENT_UP}: "
-                    f"add it to the targets"
+                absent_name = f"{layer}.0.{ABSENT_UP}"
+                yield Finding.at(
+                    rules.EXPERT_GROUPS_WITHOUT_GATE, layer, groups=found, absent=absent_name
                 )
-            yield error(NAME, layer, claim="refused", expected=expected, got=got, fix=fix)
+            else:
+                yield Finding.at(rules.EXPERT_GROUPS, layer, groups=found)
 
 
 def _compare_layer(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
@@ -199,48 +183,24 @@ def _compare_layer(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]
         if group is None and stored:
             yield _quantized_without_group(view, fused, module, stored)
         if group is not None and not stored:
-            fix = f"add the layer to {_skip_key(view)}, or export it quantized"
-            yield _unquantized(module, group, "layer", fix)
+            yield _unquantized(view, module, group, "layer")
 
 
 def _quantized_without_group(
     view: CheckpointView, fused: FusedLayer, module: str, stored: Sequence[str]
 ) -> Finding:
     """Return the finding on a layer with quantized tensors that no config group applies to."""
-    parameters = ", ".join(stored)
-    expected = "a target for this layer"
-    got = f"quantized tensors ({parameters}), but no target matches"
-    fix = f"add the layer to targets, or remove it from {_skip_key(view)}"
+    key = _skip_key(view)
+    if is_head(fused.name):
+        return Finding.at(rules.QUANTIZED_HEAD, module, tensors=stored, key=key)
     if (reason := view.lookup.unquantized_reason(fused)) is not None:
-        expected = f"an unquantized layer: {reason}"
-        got = f"quantized tensors ({parameters})"
-        fix = f"quantize the source again with this layer in {_skip_key(view)}"
-    elif view.quantization.method is not None:
-        expected = (
-            f"a config by which vLLM quantizes this layer ({view.quantization.method.source})"
-        )
-        got = f"quantized tensors ({parameters}), but a config that excludes the layer"
-        fix = f"correct {_skip_key(view)}, or store the layer unquantized"
-    elif is_head(fused.name):
-        got = "a quantized output head, but no separate target"
-        fix = 'add "re:.*lm_head" to the targets'
-    # vLLM drops the scales of an output head that it runs unquantized.
-    claim: Claim = "values" if is_head(fused.name) else "refused"
-    return error(
-        NAME,
-        module,
-        claim=claim,
-        expected=expected,
-        got=got,
-        fix=fix,
-        loader_faults=("refused", "missing"),
-    )
+        return Finding.at(rules.NEVER_QUANTIZED, module, tensors=stored, reason=reason, key=key)
+    if view.quantization.method is not None:
+        source = view.quantization.method.source
+        return Finding.at(rules.EXCLUDED_LAYER, module, tensors=stored, source=source, key=key)
+    return Finding.at(rules.UNTARGETED_LAYER, module, tensors=stored, key=key)
 
 
 def _skip_key(view: CheckpointView) -> str:
     """Return the config key that lists unquantized layers."""
     return view.quantization.method.skip_key if view.quantization.method is not None else "ignore"
-
-
-def _names(parts: Sequence[str]) -> str:
-    return ", ".join(part.rpartition(".")[2] for part in parts)

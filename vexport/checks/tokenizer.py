@@ -5,21 +5,19 @@ warning, because vLLM can serve the checkpoint with another model's tokenizer (`
 an error if tokenizer_config.json exists, because then the checkpoint should have a tokenizer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from vexport.architectures import transformers_models
 from vexport.checkpoint.index import TOKENIZER_FILES
-from vexport.checks.vllm.findings import error, info, warning
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.records import Finding, Severity
+from vexport.rules import tokenizer as rules
 
-NAME = "tokenizer"
 TOKENIZER = "tokenizer.json"
 DESCRIPTION = (
     "vLLM finds the files that it needs at startup: a valid tokenizer, its settings, a processor"
@@ -31,7 +29,6 @@ JSON_FILES: Mapping[str, Severity] = {
     SETTINGS: "error",
     "generation_config.json": "warning",
 }
-FIX = "copy the source's tokenizer"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 MISTRAL = "tekken.json"
@@ -45,29 +42,18 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             yield from _invalid_file(root / name, severity)
     names = [path.name for path in view.index.side_files]
     has_tokenizer = any(TOKENIZER_FILES.match(name) for name in names)
-    yield from _processor(view, names, error if has_tokenizer else warning)
+    yield from _processor(view, names, is_needed=has_tokenizer)
     if has_tokenizer:
         yield from _template(root, names)
         return
-    place, expected = str(root / TOKENIZER), "a tokenizer"
+    place = str(root / TOKENIZER)
     if SETTINGS in names:
-        yield error(
-            NAME,
-            place,
-            claim="refused",
-            expected=expected,
-            got="no such file",
-            fix=FIX,
-            loader_faults=(),
-        )
+        yield Finding.at(rules.LOST_TOKENIZER, place, settings=SETTINGS)
     else:
-        got = "no tokenizer: `vllm serve` needs the option --tokenizer"
-        yield warning(NAME, place, claim=None, expected=expected, got=got, fix=FIX)
+        yield Finding.at(rules.NO_TOKENIZER, place)
 
 
-def _processor(
-    view: CheckpointView, names: Sequence[str], finding: Callable[..., Finding]
-) -> Iterator[Finding]:
+def _processor(view: CheckpointView, names: Sequence[str], *, is_needed: bool) -> Iterator[Finding]:
     """Report a missing processor config of a multimodal transformers class.
 
     vLLM reads the file at startup (get_processor and get_image_processor in
@@ -82,19 +68,9 @@ def _processor(
     ):
         return
     if not any(name in names for name in PROCESSORS):
-        processors, name = " or ".join(PROCESSORS), view.model.class_name
-        expected = f"{processors}, which {name} needs for images, sound or video"
-        got = "neither file: vLLM only starts with --language-model-only"
-        fix = "copy the source's files"
-        found = finding(
-            NAME,
-            str(view.index.root / PROCESSORS[0]),
-            claim="refused",
-            expected=expected,
-            got=got,
-            fix=fix,
-        )
-        yield replace(found, loader_faults=())
+        rule = rules.NO_PROCESSOR if is_needed else rules.NO_PROCESSOR.as_warning
+        where = str(view.index.root / PROCESSORS[0])
+        yield Finding.at(rule, where, files=PROCESSORS, model=view.model.class_name)
 
 
 def _template(root: Path, names: Sequence[str]) -> Iterator[Finding]:
@@ -108,10 +84,7 @@ def _template(root: Path, names: Sequence[str]) -> Iterator[Finding]:
     except InputError:
         return
     if not in_settings and MISTRAL not in names and not any(name in names for name in TEMPLATES):
-        expected = "a chat template, if the model is used for chat"
-        got = "no chat template: vLLM can complete text, but refuses chat requests"
-        fix = "copy the source's chat template, or serve the model with --chat-template"
-        yield info(NAME, str(root / TEMPLATES[0]), claim=None, expected=expected, got=got, fix=fix)
+        yield Finding.at(rules.NO_CHAT_TEMPLATE, str(root / TEMPLATES[0]))
 
 
 def _invalid_file(path: Path, severity: Severity) -> Iterator[Finding]:
@@ -120,15 +93,11 @@ def _invalid_file(path: Path, severity: Severity) -> Iterator[Finding]:
         content = read_json_object(path)
         if path.name == TOKENIZER:
             open_tokenizer(path)
-            if not isinstance(content.get("added_tokens"), list):
-                raise InputError(
-                    f"{path}: added_tokens",
-                    got="no such list",
-                    need="a list of added tokens",
-                    fix=FIX,
-                )
     except InputError as problem:
-        yield Finding.of(problem, check=NAME, claim="refused", severity=severity)
+        yield Finding.of(problem, check="tokenizer", claim="refused", severity=severity)
+        return
+    if path.name == TOKENIZER and not isinstance(content.get("added_tokens"), list):
+        yield Finding.at(rules.NO_ADDED_TOKENS, f"{path}: added_tokens")
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -136,7 +105,4 @@ def open_tokenizer(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises plain Exception
-        got = f"a file that the tokenizers library cannot open: {error}"
-        raise InputError(
-            str(path), got=got, need="a valid tokenizer", fix="copy the source's file"
-        ) from error
+        raise InputError.of(rules.UNREADABLE, str(path), reason=str(error)) from error

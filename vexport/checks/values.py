@@ -26,16 +26,15 @@ from vexport.checks.numbers import (
     scale_values,
 )
 from vexport.checks.shards import values_not_judged
-from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.checks.vllm.zeros import empty_parts, input_is_zero, is_empty
 from vexport.formats import NVFP4
 from vexport.numerics import E2M1_MAX, E4M3_MAX, E8M0_NAN, GLOBAL_SCALE_NUMERATOR
 from vexport.records import Finding, TensorInfo
-from vexport.records.values import plural
+from vexport.rules import values as rules
+from vexport.words import plural
 
-NAME = "values"
 DESCRIPTION = (
     "weights and scales have no NaN or infinity, and scales are positive and of a plausible size"
 )
@@ -75,11 +74,6 @@ MIN_OTHER_LAYERS = 6
 MAX_FACTOR = 5.0
 # Minimum number of such layers.
 MIN_LAYERS = 3
-FIX_SCALES = (
-    "export the checkpoint again: these are not the layer's scales, or are their reciprocals"
-)
-FIX_CALIBRATE = "calibrate the model, and export the checkpoint again"
-UNCALIBRATED = "1, the initial value of uncalibrated scales"
 WEIGHTS = ("weight_packed", "weight")
 Rows = npt.NDArray[np.uint8]
 # Scales that producers store for all-zero groups: eps of bfloat16, float16, float32 and e4m3, and
@@ -159,9 +153,8 @@ def _scale(
         codes = np.frombuffer(view.reader.raw(tensor), dtype=np.uint8)
         bad = int(np.count_nonzero(codes == E8M0_NAN))
         if bad:
-            yield _invalid_scale(
-                tensor, f"{plural(bad, 'NaN value')} (255 in e8m0) of {codes.size:,}"
-            )
+            invalid = [f"{plural(bad, 'NaN value')} (255 in e8m0)"]
+            yield Finding.at(rules.INVALID_SCALE, tensor.name, invalid=invalid, count=codes.size)
         return
     if parameter == "weight_scale" and positive_range(view.reader, tensor):
         return
@@ -184,14 +177,10 @@ def _scale(
         wrong["infinite"] = 0
     problems = [plural(count, f"{kind} value") for kind, count in wrong.items() if count]
     if problems:
-        yield _invalid_scale(tensor, f"{' and '.join(problems)} of {values.size:,}")
+        yield Finding.at(rules.INVALID_SCALE, tensor.name, invalid=problems, count=values.size)
         return
     if parameter == "input_scale" and values.min() < 0:
-        got = "a negative scale, which does no harm because its sign cancels"
-        fix = "store its absolute value"
-        yield warning(
-            NAME, tensor.name, claim="values", expected="a scale above zero", got=got, fix=fix
-        )
+        yield Finding.at(rules.NEGATIVE_INPUT_SCALE, tensor.name)
     findings = list(_single_scale_size(tensor, parameter, values))
     has_no_effect = is_empty if parameter.startswith("weight") else input_is_zero
     if findings and not has_no_effect(view, layer):
@@ -237,13 +226,6 @@ def _is_inverse_of_zeros(view: CheckpointView, layer: StoredLayer) -> bool:
     return "weight_global_scale" in view.reciprocals and is_empty(view, layer)
 
 
-def _invalid_scale(tensor: TensorInfo, got: str) -> Finding:
-    fix = "look at this layer's weight and calibration, then export the checkpoint again"
-    return error(
-        NAME, tensor.name, claim="values", expected="finite scales above zero", got=got, fix=fix
-    )
-
-
 def _unusual_layers(sizes: Mapping[str, ScaleSizes]) -> Iterator[Finding]:
     """Warn of a layer with far larger or smaller weights than all layers of its kind.
 
@@ -257,20 +239,16 @@ def _unusual_layers(sizes: Mapping[str, ScaleSizes]) -> Iterator[Finding]:
         if len(members) < MIN_LAYERS:
             continue
         first, *_, last = ordered = sorted(members, key=lambda each: each.typical)
-        for layer, nearest, limit in (
-            (last, ordered[-2], "at most"),
-            (first, ordered[1], "at least"),
-        ):
+        for layer, nearest in ((last, ordered[-2]), (first, ordered[1])):
             smaller, larger = sorted((layer.typical, nearest.typical))
             if larger >= MAX_FACTOR * smaller:
-                others = f"{limit} {nearest.typical:.2g} in the other {len(members) - 1} layers"
-                yield warning(
-                    NAME,
+                yield Finding.at(
+                    rules.UNUSUAL_WEIGHTS,
                     layer.scale.name,
-                    claim="values",
-                    expected=f"scales of a similar size in all layers {kind}",
-                    got=f"scales of weights around {layer.typical:.2g}, but {others}",
-                    fix="add --source MODEL to compare the weights with the original model",
+                    typical=layer.typical,
+                    nearest=nearest.typical,
+                    others=len(members) - 1,
+                    kind=kind,
                 )
 
 
@@ -346,11 +324,9 @@ def _wrong_sizes(group: ConfigGroup, sizes: Sequence[ScaleSizes]) -> Iterator[Fi
         name = each.scale.name
         are_equal = each.count >= MANY_SCALES and each.least == each.most
         if are_equal and not group.storage.exponent_scales:
-            got = f"{each.count:,} scales that all equal {each.least:g}"
-            found[name] = _implausible_scale(each.scale, got)
+            found[name] = Finding.at(rules.EQUAL_SCALES, name, count=each.count, value=each.least)
         elif not MIN_TYPICAL <= each.typical <= MAX_TYPICAL:
-            got = f"scales of weights around {each.typical:.3g}"
-            found[name] = _implausible_scale(each.scale, got)
+            found[name] = Finding.at(rules.WEIGHT_SIZE, name, typical=each.typical)
     if group.storage is NVFP4 and sizes:
         for finding in _small_block_scales(sizes):
             found.setdefault(finding.where, finding)
@@ -361,16 +337,13 @@ def _small_block_scales(sizes: Sequence[ScaleSizes]) -> Iterator[Finding]:
     """Report NVFP4 scales that are too small. The largest scale should be about 448."""
     largest = max(each.most for each in sizes)
     if largest < MIN_LARGEST_BLOCK:
-        got = f"no scale above {largest:g}, but the largest scale should be about 448"
-        yield _implausible_scale(sizes[0].scale, got)
+        yield Finding.at(rules.SMALL_BLOCK_SCALES, sizes[0].scale.name, largest=largest)
         return
     for each in sizes:
         if each.most < 1:
-            got = (
-                f"no scale above {each.most:g}, but up to {largest:g} in a layer that vLLM fuses "
-                f"with it"
+            yield Finding.at(
+                rules.SMALLER_THAN_FUSED, each.scale.name, largest=each.most, fused=largest
             )
-            yield _implausible_scale(each.scale, got)
 
 
 def _global_scale_size(tensor: TensorInfo, parameter: str, value: float) -> Iterator[Finding]:
@@ -378,16 +351,12 @@ def _global_scale_size(tensor: TensorInfo, parameter: str, value: float) -> Iter
     of_weight = parameter.startswith("weight")
     least = MIN_WEIGHT_GLOBAL_SCALE if of_weight else MIN_INPUT_GLOBAL_SCALE
     if value < least:
-        expected = f"a global scale (448*6/absmax) of at least {least:g}"
-        got = f"{value:g}, which looks like the reciprocal of a global scale"
-        fix = "store 1/value, or export the checkpoint again"
-        yield error(NAME, tensor.name, claim="values", expected=expected, got=got, fix=fix)
+        yield Finding.at(rules.INVERTED_GLOBAL_SCALE, tensor.name, value=value, least=least)
     elif value == PLACEHOLDER:
-        yield _implausible_scale(tensor, UNCALIBRATED, fix=FIX_CALIBRATE)
+        yield Finding.at(rules.UNCALIBRATED, tensor.name)
     elif not of_weight and value > GLOBAL_SCALE_NUMERATOR / MIN_INPUT:
-        yield _implausible_scale(
-            tensor, f"{value:g}, a scale for inputs up to {GLOBAL_SCALE_NUMERATOR / value:g}"
-        )
+        largest = GLOBAL_SCALE_NUMERATOR / value
+        yield Finding.at(rules.INPUT_SIZE, tensor.name, value=value, largest=largest)
 
 
 def _input_scale_size(tensor: TensorInfo, value: float) -> Iterator[Finding]:
@@ -396,12 +365,11 @@ def _input_scale_size(tensor: TensorInfo, value: float) -> Iterator[Finding]:
     For simplicity, the bounds use the largest value of e4m3 (448) for integers, too, although
     their largest code is 127.
     """
-    if value * E4M3_MAX > MAX_INPUT or value * E4M3_MAX < MIN_INPUT:
-        yield _implausible_scale(
-            tensor, f"{value:g}, a scale for inputs up to {value * E4M3_MAX:g}"
-        )
+    largest = value * E4M3_MAX
+    if not MIN_INPUT <= largest <= MAX_INPUT:
+        yield Finding.at(rules.INPUT_SIZE, tensor.name, value=value, largest=largest)
     elif value == PLACEHOLDER:
-        yield _implausible_scale(tensor, UNCALIBRATED, fix=FIX_CALIBRATE)
+        yield Finding.at(rules.UNCALIBRATED, tensor.name)
 
 
 def _typical(view: CheckpointView, group: ConfigGroup, layer: StoredLayer, scale: float) -> float:
@@ -419,12 +387,6 @@ def _typical(view: CheckpointView, group: ConfigGroup, layer: StoredLayer, scale
     codes = np.frombuffer(view.reader.raw(weight), np.uint8)[: 1 << 16]
     magnitudes = np.abs(_E4M3[codes[codes & 0x7F != E4M3_NAN]])
     return scale * float(magnitudes.mean()) if magnitudes.size else scale
-
-
-def _implausible_scale(tensor: TensorInfo, got: str, *, fix: str = FIX_SCALES) -> Finding:
-    return error(
-        NAME, tensor.name, claim="values", expected="scales of a plausible size", got=got, fix=fix
-    )
 
 
 def code_range_findings(view: CheckpointView) -> Iterator[Finding]:
@@ -448,21 +410,10 @@ def code_range_findings(view: CheckpointView) -> Iterator[Finding]:
         if empty is not None and empty > MAX_LOST:
             # If all weights of a scale are zero, producers store the smallest scale or a
             # placeholder.
-            expected = "codes other than zero wherever the scale has a usual size"
-            fix = "download or export the checkpoint again: a part of the weight is lost"
-            got = f"only zero codes for {empty:.0%} of the scales"
-            findings.append(
-                error(NAME, module, claim="values", expected=expected, got=got, fix=fix)
-            )
+            findings.append(Finding.at(rules.LOST_WEIGHTS, module, share=empty))
     few = [module for module, share in full.items() if share < MIN_FULL]
     if len(few) == 1 and full[few[0]] < MAX_FULL and len(full) > MIN_OTHER_LAYERS:
-        expected = "the largest code for every scale, as in all other layers"
-        got = f"no largest code for {1 - full[few[0]]:.0%} of the scales"
-        fix = (
-            "export the checkpoint again: the weight is transposed, or its codes belong to "
-            "another weight"
-        )
-        yield error(NAME, few[0], claim="values", expected=expected, got=got, fix=fix)
+        yield Finding.at(rules.NO_LARGEST_CODES, few[0], share=1 - full[few[0]])
     yield from findings
 
 

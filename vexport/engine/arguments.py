@@ -21,6 +21,7 @@ from vexport.errors import EnvironmentFault, InputError, VexportError, nearest_h
 from vexport.errors.validation import validation_problems
 from vexport.files import read_json_object
 from vexport.records import silent
+from vexport.rules import model
 from vexport.scenario.serve import Serve
 
 # Arguments that every vLLM version has and `Serve` has already checked.
@@ -88,13 +89,9 @@ def require_layers(checkpoint: Path) -> None:
     except InputError:
         return
     if (impossible := impossible_size(index.config, len(index.tensors))) is not None:
-        key, got = impossible
-        raise InputError(
-            f"{checkpoint / 'config.json'}: {key}",
-            got=got,
-            need="a number that fits the stored tensors",
-            fix="copy config.json from the source, or export the checkpoint again",
-        )
+        key, reason = impossible
+        where = f"{checkpoint / 'config.json'}: {key}"
+        raise InputError.of(model.IMPOSSIBLE_COUNT, where, reason=reason)
 
 
 def require_heads(checkpoint: Path, ranks: int) -> None:

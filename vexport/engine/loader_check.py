@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.index import (
-    FIX_PATH,
-    PATTERN_PATH,
     require_checkpoint,
     require_weights_found,
     vllm_finds_weights,
@@ -50,6 +48,7 @@ from vexport.records import (
 )
 from vexport.records.shared_faults import shared_as_warnings, shared_errors
 from vexport.records.values import plural
+from vexport.rules import shards
 
 if TYPE_CHECKING:
     from vexport.quantize.job import QuantizeJob
@@ -345,7 +344,8 @@ def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> DryLoadReport |
             "environment with vLLM"
         )
     if not vllm_finds_weights(job.out):
-        return f"warning: {job.out} will not load in vLLM: {PATTERN_PATH}; {FIX_PATH}"
+        rule = shards.PATTERN_IN_PATH
+        return f"warning: {job.out} will not load in vLLM: {rule.got}; {rule.do}"
     supports = [scheme.format.gpu_support(scheme.args) for scheme in plan.used_schemes]
     sm = tuple(sm for sm in CAPABILITIES if not any(each.refuses(sm) for each in supports))
     if not sm:

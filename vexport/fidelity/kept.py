@@ -12,7 +12,6 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from vexport.architectures.config import shown
 from vexport.architectures.linears import PREDICTION
 from vexport.architectures.rotary import DESCRIPTIONS
 from vexport.checkpoint.chat_template import FILE, chat_templates
@@ -26,6 +25,7 @@ from vexport.errors import InputError
 from vexport.fidelity.source import SourceTensors
 from vexport.files import read_json
 from vexport.records import Finding, Json, Severity, TensorInfo
+from vexport.words import as_json
 
 # Tensors that vLLM computes and does not load (AutoWeightsLoader, load_weights of its models).
 COMPUTED_TENSORS = re.compile(
@@ -431,7 +431,7 @@ def _keys(
 
 def _value(value: Json) -> str:
     """Return a value of a JSON file for a message."""
-    return "no such key" if value is None else shown(value)
+    return "no such key" if value is None else as_json(value)
 
 
 def _token(value: Json) -> Json:

@@ -8,10 +8,10 @@ from typing import Literal, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from vexport.architectures.config import shown
 from vexport.errors.validation import validation_problems
 from vexport.numerics import E2M1_MAX, E4M3_MAX
 from vexport.records import Json
+from vexport.words import as_json
 
 Strategy = Literal["tensor", "channel", "group", "tensor_group", "block", "token", "attn_head"]
 GROUPED = ("group", "tensor_group")
@@ -192,7 +192,7 @@ def parse_args(raw: Json) -> QuantArgs | str:
     Source: QuantizationArgs in compressed_tensors/quantization/quant_args.py.
     """
     if not isinstance(raw, dict):
-        return "no arguments" if raw is None else f"{shown(raw)}, which is not an object"
+        return "no arguments" if raw is None else f"{as_json(raw)}, which is not an object"
     keys = {field.name for field in fields(QuantArgs)}
     unknown = sorted(raw.keys() - keys)
     if unknown:
@@ -202,12 +202,12 @@ def parse_args(raw: Json) -> QuantArgs | str:
     if null:
         return f"null for {', '.join(null)}"
     if isinstance(raw.get("group_size"), str):
-        return f"group_size {shown(raw['group_size'])}, which is not a number"
+        return f"group_size {as_json(raw['group_size'])}, which is not a number"
     try:
         args = arguments_adapter().validate_python({**_inferred(raw), **_normalized(raw)})
     except ValidationError as error:
         first = validation_problems(error)[0]
-        return f"{first.place} {shown(first.value)}, which is not {first.need}"
+        return f"{first.place} {as_json(first.value)}, which is not {first.need}"
     return _unknown_value(raw, args) or args
 
 
@@ -224,10 +224,10 @@ def _unknown_value(raw: Mapping[str, Json], args: QuantArgs) -> str | None:
     """Describe a value that compressed-tensors refuses but pydantic accepts here, or None."""
     dynamic = raw.get("dynamic")
     if isinstance(dynamic, str) and dynamic.lower() != "local":
-        return f"dynamic {shown(dynamic)}, which is neither true, false nor local"
+        return f"dynamic {as_json(dynamic)}, which is neither true, false nor local"
     if args.actorder not in ORDERINGS:
         known = ", ".join(filter(None, ORDERINGS))
-        return f"actorder {shown(args.actorder)}, which is none of {known}"
+        return f"actorder {as_json(args.actorder)}, which is none of {known}"
     return (
         None
         if 0 < args.num_bits <= MAX_BITS

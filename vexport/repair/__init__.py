@@ -14,9 +14,6 @@ from vexport.checkpoint.index import read_index, require_checkpoint, require_unc
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of, smoothing_of
 from vexport.checks import SourceComparison, all_findings, error_findings
-from vexport.checks.config import NAME
-from vexport.checks.shards import DIGESTS_NAME
-from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.quant_methods import COMPRESSED_TENSORS, method_name
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
@@ -26,6 +23,7 @@ from vexport.outputs.resumable import new_directory, working_folder
 from vexport.records import Finding, Repair, RepairReport, merged
 from vexport.repair import config
 from vexport.repair.write import Changes, apply, write_repaired
+from vexport.rules import config as rules
 
 if TYPE_CHECKING:
     from vexport.fidelity.source import ComparedSource
@@ -71,7 +69,13 @@ def repair_checkpoint(
             reader = open_files.enter_context(Reader())
             view = CheckpointView(read_index(checkpoint), reader)
             if (method := method_name(view.quantization.values or {})) is not None:
-                return _report(checkpoint, out, source, repairs, [_unknown(view, method)])
+                unknown = Finding.at(
+                    rules.UNREPAIRABLE_METHOD,
+                    view.quantization.place,
+                    method=method,
+                    known=COMPRESSED_TENSORS,
+                )
+                return _report(checkpoint, out, source, repairs, [unknown])
             families = _families()
             for number, family in enumerate(families):
                 on_progress("repair (families)", number, len(families))
@@ -109,7 +113,7 @@ def _digest_error_as_warning(finding: Finding) -> Finding:
     repaired checkpoint gets new digests. Scales of inputs and of the KV cache cannot be compared,
     because the source does not have them.
     """
-    if finding.check != DIGESTS_NAME:
+    if finding.check != "digests":
         return finding
     fix = (
         "ignore this for the weights, which were compared with the source; calibrate again if "
@@ -147,12 +151,6 @@ def _compared_source(checkpoint: Path, source: Path) -> "Iterator[ComparedSource
 
     with reader_of(smoothing_of(checkpoint)) as reader:
         yield ComparedSource(read_index(source), reader)
-
-
-def _unknown(view: CheckpointView, method: str) -> Finding:
-    expected = f"{COMPRESSED_TENSORS}, the only method that can be repaired"
-    got, fix = f"the method {method}", "quantize the source again"
-    return error(NAME, view.quantization.place, claim=None, expected=expected, got=got, fix=fix)
 
 
 def _report(

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from vexport.architectures.config import shown
 from vexport.architectures.fusion import FusedLayer, is_head, moe_layer
 from vexport.architectures.ignore import ignored
 from vexport.checkpoint.index import COMPRESSION_CONFIG, QUANTIZATION_CONFIG, TEXT
@@ -17,6 +16,7 @@ from vexport.formats.arguments import QuantArgs
 from vexport.formats.config import targets_of
 from vexport.records import Json, Repair
 from vexport.repair.write import LOSSLESS, Changes, object_at
+from vexport.words import as_json
 
 if TYPE_CHECKING:
     from vexport.fidelity.source import ComparedSource
@@ -120,8 +120,8 @@ def words(view: CheckpointView, source: "ComparedSource | None") -> Changes:
             Repair(
                 family="config",
                 where=place,
-                got=shown(wrong.old),
-                now=shown(wrong.new),
+                got=as_json(wrong.old),
+                now=as_json(wrong.new),
                 cost=cost,
                 assumption=assumption,
             )

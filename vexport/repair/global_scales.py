@@ -21,9 +21,9 @@ from vexport.architectures import with_stars
 from vexport.architectures.fusion import FusedLayer
 from vexport.checks.fusion import INPUT_GLOBAL_SCALE as INPUT
 from vexport.checks.fusion import WEIGHT_GLOBAL_SCALE as WEIGHT
+from vexport.checks.fusion import listed_values
 from vexport.checks.numbers import single_value
 from vexport.checks.values import MIN_INPUT_GLOBAL_SCALE, MIN_WEIGHT_GLOBAL_SCALE
-from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import read_parameters, vllm_storage, weight_of
@@ -36,6 +36,7 @@ from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.qparams import scale_and_zero_point
 from vexport.records import Finding, Repair, TensorInfo, TensorSpec
 from vexport.repair.write import LOSSLESS, Changes, Edit
+from vexport.rules import fusion as rules
 
 FAMILY = "global scales"
 OTHER_SCALE = "{:.9g}, which the fused layers do not share"
@@ -62,7 +63,6 @@ ASSUMED_WIDEST = (
     "the smallest scale, which has the widest range, is right (a source cannot confirm input "
     "scales)"
 )
-ONE_VALUE = "one value for all layers that vLLM fuses"
 # Global scales by the names of their layers.
 Scales = Mapping[str, float]
 
@@ -276,22 +276,13 @@ def _largest_block(view: CheckpointView, name: str) -> float:
 
 
 def _ambiguous_scales(fused: FusedLayer, values: Scales, *, has_source: bool) -> Finding:
-    if has_source:
-        got = f"{_listed(values)}, and a source without these layers"
-        fix = "pass the unquantized model that the checkpoint was made from with --source"
-    else:
-        got = f"{_listed(values)}: each layer has a separate scale, or one of the scales is wrong"
-        fix = "pass the unquantized model with --source to find the right scale"
-    return error(FAMILY, _place(fused), claim="values", expected=ONE_VALUE, got=got, fix=fix)
+    rule = rules.NO_SOURCE_OF_LAYERS if has_source else rules.AMBIGUOUS_SCALES
+    return Finding.at(rule, _place(fused), values=listed_values(values))
 
 
 def _place(fused: FusedLayer) -> str:
     """Return the place of an error. The check `fusion` reports these scales at the same place."""
     return f"{fused.name}: {WEIGHT}"
-
-
-def _listed(values: Scales) -> str:
-    return ", ".join(f"{name.rpartition('.')[2]} {value:.9g}" for name, value in values.items())
 
 
 def _by_own_scales(view: CheckpointView, values: Scales) -> Changes:
@@ -313,18 +304,13 @@ def _by_source(
     for name in values:
         scale = _scale_matching_source(view, view.layers.by_name[name], candidates, exact[name])
         if scale is None:
-            got = (
-                f"{_listed(values)}: with none of these scales, {name.rpartition('.')[2]} has the "
-                f"source's weight"
+            refusal = Finding.at(
+                rules.NO_MATCHING_SCALE,
+                _place(fused),
+                values=listed_values(values),
+                layer=name.rpartition(".")[2],
             )
-            fix = "export the checkpoint again, or pass the right source with --source"
-            return Changes(
-                refusals=(
-                    error(
-                        FAMILY, _place(fused), claim="values", expected=ONE_VALUE, got=got, fix=fix
-                    ),
-                )
-            )
+            return Changes(refusals=(refusal,))
         actual[name] = scale
     shared = min(actual.values())
     changes = Changes()

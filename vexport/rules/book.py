@@ -5,7 +5,7 @@ Code names a rule and passes facts: `Finding.at(config.ROPE_VALUE, where, key=ke
 
 A template is a format string with the names of facts:
 - `{key}` is the fact as text, `{count:,}` a number with separators.
-- `{value!r}` is the value as in Python, shortened.
+- `{value!r}` is the value as in Python, and `{value!j}` as in JSON. Both are shortened.
 - `{count:# layer}` is a number with its noun: "1 layer" or "2 layers". An irregular plural follows
   a slash: `{count:# entry/entries}`.
 - `{names:or}` and `{names:and}` list names: "a, b or c".
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from string import Formatter
 from typing import Literal
 
-from vexport.words import listed, plural, shown
+from vexport.words import as_json, listed, plural, shown
 
 Severity = Literal["error", "warning", "info"]
 # What a rule claims about vLLM: it refuses the checkpoint, uses wrong values, or runs the layers in
@@ -31,11 +31,13 @@ _LISTED = ("or", "and")
 
 class _Words(Formatter):
     def convert_field(self, value: object, conversion: str | None) -> object:
-        return shown(value) if conversion == "r" else super().convert_field(value, conversion)
+        if conversion == "r":
+            return shown(value)
+        return as_json(value) if conversion == "j" else super().convert_field(value, conversion)
 
     def format_field(self, value: object, format_spec: str) -> str:
         if format_spec in _LISTED and isinstance(value, list | tuple):
-            return listed(value, format_spec)
+            return listed([*map(str, value)], format_spec)
         if format_spec.startswith(_COUNTED) and isinstance(value, int):
             noun, _, nouns = format_spec.removeprefix(_COUNTED).partition("/")
             return plural(value, noun, nouns)

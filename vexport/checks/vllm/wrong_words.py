@@ -7,16 +7,12 @@ findings.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from vexport.architectures.config import shown
-from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import FORMATS
 from vexport.formats.arguments import QuantArgs, Strategy
 from vexport.records import Finding, Json
-from vexport.records.values import plural
-
-NAME = "config"
+from vexport.rules import config as rules
 
 INTEGER_WIDTHS, FLOAT_WIDTHS = tuple(range(2, 9)), (4, 8)
 STRATEGIES: tuple[Strategy, ...] = ("tensor", "channel", "group", "tensor_group", "block")
@@ -141,17 +137,17 @@ def with_causes(view: CheckpointView, findings: Sequence[Finding]) -> list[Findi
             each
             for each in kept
             if each.severity != "info"
-            and (_is_on_group(each, place) or inside & {each.where, each.where.rpartition(".")[0]})
+            and (
+                each.where == place
+                and each.check == "config"
+                or inside & {each.where, each.where.rpartition(".")[0]}
+            )
         ]
         if any(each.severity == "error" for each in follow):
             first = kept.index(follow[0])
             kept = [each for each in kept if each not in follow]
             kept.insert(first, _finding(wrong, place, follow))
     return kept
-
-
-def _is_on_group(finding: Finding, place: str) -> bool:
-    return finding.check == NAME and finding.where == place
 
 
 def _finding(wrong: WrongWord, place: str, follow: Sequence[Finding]) -> Finding:
@@ -161,17 +157,16 @@ def _finding(wrong: WrongWord, place: str, follow: Sequence[Finding]) -> Finding
     decided = all(each.loader_faults for each in errors)
     # vLLM's reason to refuse the group is more specific than its effect on a layer.
     example = next((each for each in errors if each.where == place), errors[0])
-    found = error(
-        NAME,
+    found = Finding.at(
+        rules.WRONG_WORD,
         f"{place}.{wrong.key}",
-        claim="values",
-        expected=f"{shown(wrong.new)}, the only value that fits the tensors of all "
-        f"{plural(len(wrong.layers), 'layer')} of {wrong.group.name}",
-        got=f"{shown(wrong.old)}, but {example.where} has {example.got}"
-        if example.where != place
-        else f"{shown(wrong.old)}: {example.got}",
-        fix=f"set {wrong.key} to {shown(wrong.new)}, or let `vexport repair` do so",
-        loader_faults=tuple(dict.fromkeys(ways)) if decided else (),
+        places=tuple(dict.fromkeys(each.where for each in follow if each.where != place)),
+        old=wrong.old,
+        new=wrong.new,
+        key=wrong.key,
+        group=wrong.group.name,
+        layers=len(wrong.layers),
+        place=wrong.group.name if example.where == place else example.where,
+        found=example.got,
     )
-    places = (each.where for each in follow if each.where != place)
-    return replace(found, places=tuple(dict.fromkeys(places)))
+    return replace(found, loader_faults=tuple(dict.fromkeys(ways)) if decided else ())

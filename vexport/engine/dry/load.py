@@ -322,14 +322,14 @@ def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
     for (stored, runs, kernel), places in kernels.items():
         kinds = layer_kinds(name for name, _ in places)
         cells = list(dict.fromkeys(cell for _, cell in places))
-        yield other_precision(
-            CHECK,
+        found = other_precision(
             _in_cells(kinds, cells, results),
             stored=stored,
             runs=runs,
             capabilities=[cell.sm for cell in cells],
-            kernel=kernel,
         )
+        named = f" ({kernel})" if kernel else ""
+        yield replace(found, check=CHECK, got=f"{found.got}{named}")
 
 
 def _in_cells(place: str, cells: Sequence[Cell], results: Sequence[CellResult]) -> str:

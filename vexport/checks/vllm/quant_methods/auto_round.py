@@ -6,7 +6,6 @@ Source: vllm/model_executor/layers/quantization/inc/inc.py, config_parser.py and
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from vexport.architectures.config import shown
 from vexport.architectures.fusion import is_head
 from vexport.checks.vllm.quant_methods import fp8
 from vexport.checks.vllm.quant_methods.base import (
@@ -24,12 +23,14 @@ from vexport.formats.base import GpuSupport
 from vexport.numerics import MX_GROUP
 from vexport.records import Json
 from vexport.records.patterns import REGEX, matches
+from vexport.rules import config as rules
 
 SOURCE = "inc/inc.py"
 # Layouts of weights. Integers without a layout in the config have the first layout.
 AS_GPTQ, AS_AWQ, AS_FP8, AS_LLM_COMPRESSOR = (
     f"auto_round:{layout}" for layout in ("auto_gptq", "auto_awq", "fp8", "llm_compressor")
 )
+DATA_TYPES = ("int", "fp", "mx_fp")
 BACKENDS = ("auto", "gptq", "gptq:marlin", "awq", "awq:marlin", "marlin")
 # Widths that only Humming's kernels run (CUDA_HUMMING_SUPPORTED_BITS).
 HUMMING_BITS = (2, 3, 5, 6, 7)
@@ -93,7 +94,7 @@ def read(config: MethodConfig) -> QuantMethod:
     bits, size = config.required("bits"), config.required("group_size")
     symmetric = values.get("sym") is not False
     if bits is not None and type(bits) is not int:
-        config.add_problem("bits", "an integer", shown(bits), claim="refused")
+        config.add_problem(rules.INTEGER, "bits", value=bits)
     base = LayerSettings(
         bits=bits if isinstance(bits, int) else 4, group_size=size, symmetric=symmetric
     )
@@ -166,23 +167,16 @@ def _group(config: MethodConfig, settings: LayerSettings) -> MethodGroup:
         )
         block = settings.group_size
         if settings.bits != 8 or not fp8.is_block(block) or not settings.symmetric:
-            config.add_problem(
-                "group_size",
-                "8 bits in blocks of rows and columns, symmetric",
-                settings.text,
-                claim="refused",
-            )
+            config.add_problem(rules.FP8_BLOCKS, "group_size", settings=settings.text)
         return replace(fp8.group(block if fp8.is_block(block) else None, static=False), name=name)
-    if kind != "int":
-        config.add_problem(
-            "data_type", "int, fp or mx_fp (vLLM supports no others)", shown(kind), claim="refused"
-        )
-    if layout not in (None, AS_GPTQ, AS_AWQ):
-        expected = f"{AS_GPTQ} or {AS_AWQ} (vLLM supports no others)"
-        config.add_problem("packing_format", expected, shown(layout), claim="refused")
     backend = values.get("backend", values.get("vllm_backend", "auto"))
-    if backend not in BACKENDS:
-        config.add_problem("backend", " or ".join(BACKENDS), shown(backend), claim="refused")
+    for key, value, choices in (
+        ("data_type", kind, DATA_TYPES),
+        ("packing_format", AS_GPTQ if layout is None else layout, (AS_GPTQ, AS_AWQ)),
+        ("backend", backend, BACKENDS),
+    ):
+        if value not in choices:
+            config.add_problem(rules.CHOICE, key, value=value, choices=choices)
     as_awq = "awq" in str(layout) and "gptq" not in str(backend)
     stored_as, symmetric = Awq("awq") if as_awq else AsGptq(), settings.symmetric and not as_awq
     return integer_group(
@@ -198,12 +192,7 @@ def _mx_group(config: MethodConfig, settings: LayerSettings, name: str) -> Metho
     four = settings.bits == 4
     _require(config, {"packing_format": AS_LLM_COMPRESSOR, **({} if four else MX_INPUTS)})
     if settings.bits not in (4, 8) or settings.group_size != MX_GROUP or not settings.symmetric:
-        config.add_problem(
-            "group_size",
-            f"4 or 8 bits in groups of {MX_GROUP}, symmetric",
-            settings.text,
-            claim="refused",
-        )
+        config.add_problem(rules.MX_GROUPS, "group_size", settings=settings.text, size=MX_GROUP)
     if four:  # Marlin supports SM 75, and INCConfig.get_min_capability is 60
         return preset_group(name, MethodMxfp4("auto-round", least_sm=75), "MXFP4")
     return preset_group(name, MethodMxfp8("auto-round"), "MXFP8")
@@ -216,9 +205,5 @@ def _require(config: MethodConfig, expected: Mapping[str, Json]) -> None:
     """
     for key, value in expected.items():
         if config.values.get(key) not in (None, value):
-            config.add_problem(
-                key,
-                f"{value}, which vLLM requires ({SOURCE})",
-                shown(config.values[key]),
-                claim="refused",
-            )
+            found = config.values[key]
+            config.add_problem(rules.CHOICE, key, value=found, choices=(value,))

@@ -9,7 +9,6 @@ computes some from the stored tensors.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from vexport.architectures.config import shown
 from vexport.checkpoint.reader import Derived, Reader, renamed
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.formats.arguments import Arguments, QuantArgs
@@ -17,7 +16,9 @@ from vexport.formats.base import Format, GpuSupport, Parameter
 from vexport.formats.fp8 import Fp8
 from vexport.formats.mxfp import Mxfp4, Mxfp8
 from vexport.formats.schemes import get_scheme
-from vexport.records import Claim, Finding, Json, Severity, TensorInfo
+from vexport.records import Finding, Json, TensorInfo
+from vexport.rules import config as rules
+from vexport.rules.book import Rule
 from vexport.version import Version
 
 # A layer's tensors in compressed-tensors: the same bytes renamed, or computed.
@@ -25,31 +26,6 @@ Translation = Mapping[str, TensorInfo | Derived]
 EXPERTS = "experts"
 # Names of the scales of the KV cache in Quark and fp8 (get_cache_scale_mapper).
 CACHE_SCALES = {"k_scale": "k_proj.output_scale", "v_scale": "v_proj.output_scale"}
-
-
-def problem(
-    where: str,
-    expected: str,
-    got: str,
-    fix: str,
-    severity: Severity = "error",
-    *,
-    claim: Claim | None,
-) -> Finding:
-    """Return a finding on a key of the quantization config or on a layer's tensor.
-
-    The caller sets the name of its check.
-    """
-    return Finding(
-        loader_faults=("refused",) if claim == "refused" else (),
-        check="",
-        claim=claim,
-        severity=severity,
-        where=where,
-        expected=expected,
-        got=got,
-        fix=fix,
-    )
 
 
 class MethodFormat(Format):
@@ -245,13 +221,7 @@ class MethodConfig:
         key = next((key for key in keys if key in self.values), None)
         value = self.values[key] if key is not None else None
         if value is None:
-            got = "no such key" if key is None else "null"
-            self.add_problem(
-                keys[0],
-                f"a value, because vLLM requires this key ({self._source})",
-                got,
-                claim="refused",
-            )
+            self.add_problem(rules.REQUIRED_KEY, keys[0], source=self._source)
         return value
 
     def names(self, *keys: str) -> tuple[str, ...]:
@@ -264,23 +234,14 @@ class MethodConfig:
             if value and (
                 not isinstance(value, list) or not all(isinstance(each, str) for each in value)
             ):
-                self.add_problem(key, "a list of names", shown(value), claim="refused")
+                self.add_problem(rules.LIST_OF_NAMES, key, value=value)
             elif isinstance(value, list) and value:
                 return tuple(map(str, value))
         return ()
 
-    def add_problem(
-        self,
-        key: str,
-        expected: str,
-        got: str,
-        fix: str = "correct the key, or export the checkpoint again",
-        severity: Severity = "error",
-        *,
-        claim: Claim | None,
-    ) -> None:
+    def add_problem(self, rule: Rule, key: str, /, **facts: object) -> None:
         """Add a finding on a key of the config to `problems`."""
-        self.problems.append(problem(key, expected, got, fix, severity, claim=claim))
+        self.problems.append(Finding.at(rule, key, **facts))  # type: ignore[arg-type]
 
 
 def is_listed(name: str, listed: Collection[str]) -> bool:

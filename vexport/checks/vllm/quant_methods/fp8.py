@@ -6,7 +6,7 @@ Source: vllm/model_executor/layers/quantization/fp8.py.
 from dataclasses import replace
 from math import gcd
 
-from vexport.architectures.config import EXPERT_COUNTS, shown, text_config
+from vexport.architectures.config import EXPERT_COUNTS, text_config
 from vexport.checks.vllm.quant_methods.base import (
     CACHE_SCALES,
     MethodConfig,
@@ -20,6 +20,7 @@ from vexport.formats.arguments import Arguments
 from vexport.formats.base import Partition
 from vexport.formats.schemes import get_scheme
 from vexport.records import Json
+from vexport.rules import config as rules
 
 SOURCE = "fp8.py"
 SCHEMES = ("static", "dynamic")
@@ -53,20 +54,14 @@ def read(config: MethodConfig) -> QuantMethod:
     values = config.values
     scheme, block = config.required("activation_scheme"), values.get("weight_block_size")
     if scheme not in (*SCHEMES, None):
-        config.add_problem(
-            "activation_scheme", " or ".join(SCHEMES), shown(scheme), claim="refused"
-        )
+        config.add_problem(rules.CHOICE, "activation_scheme", value=scheme, choices=SCHEMES)
     if block is not None and not is_block(block):
-        expected = "two positive integers, for rows and columns, or no key"
-        config.add_problem("weight_block_size", expected, shown(block), claim="refused")
+        config.add_problem(rules.BLOCK_SIZE, "weight_block_size", value=block)
     elif block is not None and scheme == "static":
-        expected = "dynamic, because the weights have block scales"
-        config.add_problem("activation_scheme", expected, "static", claim="refused")
+        config.add_problem(rules.STATIC_WITH_BLOCKS, "activation_scheme")
     has_experts = any(text_config(config.model).get(key) for key in EXPERT_COUNTS)
     if has_experts and values.get("store_dtype") is not None:
-        expected = "no key: with it, vLLM reads experts as MXFP4, which vexport does not check"
-        got, fix = shown(values["store_dtype"]), "test the checkpoint with `vexport load`"
-        config.add_problem("store_dtype", expected, got, fix, claim="refused")
+        config.add_problem(rules.STORE_DTYPE, "store_dtype", value=values["store_dtype"])
     kept = config.names("ignored_layers", "modules_to_not_convert")
     quantized = group(block, static=scheme == "static")
     return QuantMethod(

@@ -14,7 +14,6 @@ from vexport.checks.vllm.quant_methods.base import (
     MethodGroup,
     QuantMethod,
     contains_listed,
-    problem,
 )
 from vexport.checks.vllm.quant_methods.integers import (
     TransposedIntegers,
@@ -25,12 +24,13 @@ from vexport.checks.vllm.quant_methods.integers import (
 from vexport.formats.arguments import Arguments
 from vexport.records import Finding, Json, TensorInfo
 from vexport.records.patterns import REGEX, Patterns, expression
+from vexport.rules import config as rules
+from vexport.rules import shapes as shape_rules
 
 SOURCE = "auto_gptq.py"
 BITS, MARLIN_GROUPS = (4, 8), (-1, 32, 64, 128)
 # Names of checkpoint formats. V1, AutoGPTQ's first format, stores each zero point minus one.
 V1, V2 = "gptq", "gptq_v2"
-FIX_ORDER = "quantize again without desc_act, or with static groups"
 
 
 class Gptq(TransposedIntegers):
@@ -70,36 +70,32 @@ class Gptq(TransposedIntegers):
         least, most = int(values.min()), int(values.max())
         if not args.weights.symmetric:
             # The first format cannot distinguish the zero points 0 and 2**bits.
-            if most + self.zero_offset >= 1 << bits:
-                expected = f"zero points below {1 << bits}"
-                got = f"a zero point of {most + self.zero_offset}"
-                fix = "convert the checkpoint to gptq_v2 with GPTQModel"
-                yield problem("qzeros", expected, got, fix, claim="values")
+            largest = most + self.zero_offset
+            if largest >= 1 << bits:
+                yield Finding.at(
+                    shape_rules.LARGE_ZERO_POINT, "qzeros", value=largest, limit=1 << bits
+                )
             return
-        if least == most == middle - self.zero_offset:
+        needed = middle - self.zero_offset
+        if least == most == needed:
             return
         if least == most and least in (middle - 1, middle):
-            other = V2 if self.zero_offset else V1
-            expected = (
-                f"{middle - self.zero_offset} in all zero points (checkpoint_format {self.name})"
-            )
-            got = (
-                f"{least}, which is the value of {other}; vLLM does not read zero points, but "
-                f"other loaders would be off by one"
-            )
-            yield problem(
+            yield Finding.at(
+                shape_rules.ZERO_POINT_OF_OTHER_FORMAT,
                 "qzeros",
-                expected,
-                got,
-                f"set checkpoint_format to {other}",
-                "warning",
-                claim="values",
+                value=least,
+                needed=needed,
+                format=self.name,
+                other=V2 if self.zero_offset else V1,
             )
         else:
-            expected = f"{middle - self.zero_offset} in all zero points, because sym is true"
-            found = f"{least}" if least == most else f"{least} to {most}"
-            got = f"{found}; vLLM does not read zero points, and uses {middle}"
-            yield problem("qzeros", expected, got, "quantize again with sym=True", claim="values")
+            yield Finding.at(
+                shape_rules.UNREAD_ZERO_POINTS,
+                "qzeros",
+                values=f"{least}" if least == most else f"{least} to {most}",
+                needed=needed,
+                middle=middle,
+            )
 
     def _order(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
@@ -111,9 +107,7 @@ class Gptq(TransposedIntegers):
             return
         groups = reader.array(order).reshape(-1)
         if not np.array_equal(groups, np.arange(groups.size) // size):
-            expected = f"groups of {size} consecutive columns"
-            got = "reordered columns (desc_act); vLLM ignores the order and would use wrong scales"
-            yield problem("g_idx", expected, got, FIX_ORDER, claim="values")
+            yield Finding.at(shape_rules.REORDERED_COLUMNS, "g_idx", size=size)
 
 
 def read(config: MethodConfig) -> QuantMethod:
@@ -146,8 +140,7 @@ def read(config: MethodConfig) -> QuantMethod:
 def _group(config: MethodConfig, values: Mapping[str, Json], name: str = "gptq") -> MethodGroup:
     size = values.get("group_size")
     if values.get("desc_act") is True and isinstance(size, int) and size > 0:
-        expected = "false, because vLLM does not support reordered columns (gptq_utils.py)"
-        config.add_problem("desc_act", expected, "true", FIX_ORDER, claim="refused")
+        config.add_problem(rules.REORDERED_COLUMNS, "desc_act")
     stored_as = Gptq(V2 if config.values.get("checkpoint_format") == V2 else V1)
     symmetric = values.get("sym") is not False
     return integer_group(name, stored_as, config, values.get("bits"), size, symmetric=symmetric)
@@ -167,9 +160,7 @@ def _rules(
     ):
         text = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
         if isinstance(refused := expression(text), str):
-            config.add_problem(
-                f"dynamic.{pattern}", "a valid regular expression", refused, claim="refused"
-            )
+            config.add_problem(rules.PATTERN, "dynamic", pattern=pattern, reason=refused)
             continue
         kept = pattern.startswith("-:") or not isinstance(changes, dict)
         settings = None if kept or not isinstance(changes, dict) else {**base, **changes}

@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from vexport.architectures.config import shown
 from vexport.checkpoint.reader import Derived, Reader
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
@@ -27,6 +26,7 @@ from vexport.formats.base import FLOAT_SCALES, GpuSupport, Parameter, exact, wor
 from vexport.formats.integer import PackedIntegers
 from vexport.numerics import INT32_BITS
 from vexport.records import Json, TensorInfo
+from vexport.rules import config as rules
 
 Array = npt.NDArray[np.generic]
 # Largest and usual number of bits of a code. Each method defines which widths vLLM runs.
@@ -142,9 +142,9 @@ def integer_group(
     """
     for key, value in (("bits", bits), ("group_size", size)):
         if value is not None and type(value) is not int:
-            config.add_problem(key, "an integer", shown(value), claim="refused")
+            config.add_problem(rules.INTEGER, key, value=value)
     if type(bits) is int and not 0 < bits <= MAX_BITS:
-        config.add_problem("bits", f"a number from 1 to {MAX_BITS}", str(bits), claim="refused")
+        config.add_problem(rules.BITS, "bits", value=bits, most=MAX_BITS)
     group = size if type(size) is int and size > 0 else None
     weights = QuantArgs(
         num_bits=bits if type(bits) is int and 0 < bits <= MAX_BITS else USUAL_BITS,
@@ -222,17 +222,10 @@ def read(config: MethodConfig) -> QuantMethod:
     values = config.values
     bits, size = config.required("w_bit", "bits"), config.required("q_group_size", "group_size")
     if config.required("zero_point") is False:
-        expected = "true, because vLLM's fast kernels and its CPU kernels need zero points"
-        fix = "quantize again with zero points"
-        config.add_problem(
-            "zero_point", expected, "false", fix, severity="warning", claim="precision"
-        )
+        config.add_problem(rules.NO_ZERO_POINTS, "zero_point")
     version = str(values.get("version", LAYOUT)).lower()
     if version != LAYOUT:
-        expected = f"{LAYOUT}, the only layout that vLLM reads (AutoAWQ's WQLinear_GEMM)"
-        config.add_problem(
-            "version", expected, version, "export the checkpoint again as gemm", claim="values"
-        )
+        config.add_problem(rules.AWQ_LAYOUT, "version", layout=version, known=LAYOUT)
     kept = config.names("modules_to_not_convert")
     group = integer_group("awq", Awq("awq"), config, bits, size, symmetric=False)
 

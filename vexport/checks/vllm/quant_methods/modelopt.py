@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vexport.architectures.config import shown
 from vexport.checkpoint.reader import Derived, Reader
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
@@ -30,6 +29,7 @@ from vexport.formats.fp8 import Fp8
 from vexport.formats.nvfp4 import Nvfp4
 from vexport.numerics import NVFP4_GROUP
 from vexport.records import Json, TensorInfo
+from vexport.rules import config as rules
 
 if TYPE_CHECKING:
     from vexport.checks.vllm.quant_methods.integers import Array
@@ -134,20 +134,17 @@ def read(config: MethodConfig) -> QuantMethod:
     keys = "quantization." if isinstance(older, dict) else ""
     algo = str(inner.get("quant_algo") or "").upper()
     if algo not in (*ALGOS, MIXED):
-        expected = f"one of {', '.join((*ALGOS, MIXED))}"
-        config.add_problem(
-            f"{keys}quant_algo", expected, shown(inner.get("quant_algo")), claim="refused"
-        )
+        stored, choices = inner.get("quant_algo"), (*ALGOS, MIXED)
+        config.add_problem(rules.CHOICE, f"{keys}quant_algo", value=stored, choices=choices)
     missing = (
         [key for key in NVFP4_KEYS if key not in inner] if keys and algo in NVFP4_ALGOS else []
     )
     if missing:
-        expected = f"the keys {', '.join(NVFP4_KEYS)} for NVFP4"
-        config.add_problem(keys.rstrip("."), expected, f"no {', '.join(missing)}", claim="refused")
+        config.add_problem(rules.NVFP4_KEYS, keys.rstrip("."), missing=missing, keys=NVFP4_KEYS)
     size = inner.get("group_size")
     if algo in NVFP4_ALGOS and size not in (None, NVFP4_GROUP):
-        expected = f"{NVFP4_GROUP}, the group size of vLLM's kernels"
-        config.add_problem(f"{keys}group_size", expected, shown(size), claim="refused")
+        key = f"{keys}group_size"
+        config.add_problem(rules.NVFP4_GROUP_SIZE, key, value=size, size=NVFP4_GROUP)
     if algo == "NVFP4" and _is_weight_only(values):
         algo = "W4A16_NVFP4"
     skip_key = "exclude_modules" if keys else "ignore"
@@ -155,7 +152,7 @@ def read(config: MethodConfig) -> QuantMethod:
         skip_key = "exclude_modules"
     listed = inner.get(skip_key, [])
     if not isinstance(listed, list):
-        config.add_problem(f"{keys}{skip_key}", "a list of names", shown(listed), claim="refused")
+        config.add_problem(rules.LIST_OF_NAMES, f"{keys}{skip_key}", value=listed)
     kept = tuple(map(str, listed)) if isinstance(listed, list) else ()
     groups = {algo: preset_group(algo, *ALGOS[algo])} if algo in ALGOS else {}
     layers = _layers(config, inner, keys) if algo == MIXED else {}
@@ -211,19 +208,16 @@ def _layers(config: MethodConfig, inner: Mapping[str, Json], keys: str) -> dict[
     """Return the algorithm of each layer of a mixed-precision checkpoint."""
     listed, algos = inner.get("quantized_layers"), dict[str, str]()
     if not isinstance(listed, dict) or not listed:
-        expected = f"the algorithm of each layer, because quant_algo is {MIXED}"
-        config.add_problem(f"{keys}quantized_layers", expected, shown(listed), claim="refused")
+        key = f"{keys}quantized_layers"
+        config.add_problem(rules.MIXED_LAYERS, key, value=listed, algo=MIXED)
         return algos
     for name, recipe in listed.items():
         algo = str(recipe.get("quant_algo")).upper() if isinstance(recipe, dict) else "none"
         if algo in ALGOS:
             algos[name] = algo
         else:
-            expected = f"one of {', '.join(ALGOS)}"
-            fix = "test the checkpoint with `vexport load`"
-            config.add_problem(
-                f"{keys}quantized_layers.{name}", expected, algo, fix, claim="refused"
-            )
+            key = f"{keys}quantized_layers.{name}"
+            config.add_problem(rules.LAYER_ALGORITHM, key, algo=algo, choices=tuple(ALGOS))
     return algos
 
 

@@ -7,7 +7,6 @@ vllm/model_executor/models/gpt_oss.py.
 
 from collections.abc import Mapping
 
-from vexport.architectures.config import shown
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodGroup,
@@ -19,6 +18,7 @@ from vexport.formats.arguments import Arguments
 from vexport.formats.base import GpuSupport, Parameter, Partition, exact
 from vexport.numerics import MX_GROUP
 from vexport.records import FLOATING, TensorInfo
+from vexport.rules import config as rules
 
 SOURCE = "mxfp4.py"
 MODEL_TYPE = "gpt_oss"
@@ -71,16 +71,9 @@ def read(config: MethodConfig) -> QuantMethod:
 
     vLLM computes all shapes from config.json, and ignores the keys of the quantization config.
     """
-    if config.model.get("model_type") != MODEL_TYPE:
-        expected = f"a model of type {MODEL_TYPE}, the only MXFP4 model that vexport checks"
-        got = f"model_type {shown(config.model.get('model_type'))}"
-        config.add_problem(
-            "quant_method",
-            expected,
-            got,
-            "test the checkpoint with `vexport load`",
-            claim="refused",
-        )
+    kind = config.model.get("model_type")
+    if kind != MODEL_TYPE:
+        config.add_problem(rules.MXFP4_MODEL, "quant_method", value=kind, known=MODEL_TYPE)
     sizes = [
         _size(config, key) for key in ("num_local_experts", "hidden_size", "intermediate_size")
     ]
@@ -109,6 +102,5 @@ def _size(config: MethodConfig, key: str) -> int:
     size = config.model.get(key)
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
-    expected = f"a positive integer as {key} in config.json, from which vLLM computes shapes"
-    config.add_problem("quant_method", expected, shown(size), claim="refused")
+    config.add_problem(rules.MODEL_SIZE, "quant_method", key=key, value=size)
     return 0

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
 
-from vexport.architectures.config import shown
 from vexport.checks.vllm.quant_methods.base import (
     CACHE_SCALES,
     MethodConfig,
@@ -28,9 +27,9 @@ from vexport.formats.schemes import get_scheme
 from vexport.numerics import MX_GROUP, NVFP4_GROUP
 from vexport.records import Json
 from vexport.records.patterns import Patterns
+from vexport.rules import config as rules
 
 METHOD, SOURCE = "quark", "quark/quark.py"
-SUPPORTED = "settings of FP8, INT8, INT4 in groups, MXFP4 or NVFP4 that vLLM supports"
 PACK_METHODS = ("order", "reorder")
 # Settings of weights or inputs. vexport adds two keys: SECOND is True if the scales are quantized
 # too, with a second scale. EXPONENTS is True if the scales are exponents.
@@ -47,8 +46,7 @@ def read(config: MethodConfig) -> QuantMethod:
     values = config.values
     export = values.get("export")
     if not isinstance(export, dict):
-        expected = f"an object, because vLLM requires this key ({SOURCE})"
-        config.add_problem("export", expected, shown(export), claim="refused")
+        config.add_problem(rules.REQUIRED_OBJECT, "export", value=export, source=SOURCE)
     exported: Mapping[str, Json] = export if isinstance(export, dict) else {}
     method = str(exported.get("pack_method"))
     kept = Patterns(config.names("exclude"))
@@ -95,9 +93,7 @@ def _cache(config: MethodConfig, cached: Json, layers: Json) -> None:
     settings = [each for each in outputs if isinstance(each, dict)]
     fp8: Settings = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
     if patterns and not (settings and all(_has(each, fp8) for each in settings)):
-        expected = "layers with output_tensors in fp8_e4m3, per tensor, in layer_quant_config"
-        got = f"no such output_tensors for {', '.join(patterns)}"[:120]
-        config.add_problem("export.kv_cache_group", expected, got, claim="refused")
+        config.add_problem(rules.QUARK_CACHE, "export.kv_cache_group", patterns=patterns)
 
 
 def _items(value: Json) -> Iterator[tuple[str, Json]]:
@@ -140,11 +136,10 @@ def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> Metho
     values = raw if isinstance(raw, dict) else {}
     weight, inputs = _side_settings(values, "weight"), _side_settings(values, "input_tensors")
     if weight is None:
-        config.add_problem(key, "settings of quantized weights", shown(raw), claim="refused")
+        config.add_problem(rules.QUARK_WEIGHTS, key, value=raw)
         return None
     if values.get("bias") or key == "global_quant_config" and values.get("output_tensors"):
-        expected = "no quantized outputs or biases, because vLLM refuses them"
-        config.add_problem(key, expected, "quantized outputs or biases", claim="refused")
+        config.add_problem(rules.QUARK_OUTPUTS, key)
     if weight.get("dtype") in ("int4", "uint4") and inputs is None and not weight[SECOND]:
         size, symmetric = weight.get("group_size"), weight.get("symmetric") is True
         if pack_method in PACK_METHODS and isinstance(size, int) and size > 0:
@@ -156,10 +151,11 @@ def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> Metho
         )
         if inputs_match and _has(weight, {SECOND: False, **of_weight}):
             return group
-    sides = [str(each.get("dtype")) for each in (weight, inputs) if each]
-    got = f"{' with inputs of '.join(sides)}, qscheme {weight.get('qscheme') or 'null'}"
     config.add_problem(
-        key, SUPPORTED, got, "test the checkpoint with `vexport load`", claim="refused"
+        rules.QUARK_SETTINGS,
+        key,
+        dtypes=[each.get("dtype") for each in (weight, inputs) if each],
+        qscheme=weight.get("qscheme"),
     )
     return None
 
