@@ -1,14 +1,13 @@
 """Read YAML and TOML with limits on size, number of values and depth.
 
-These files may come from other people. A few hundred bytes of YAML can mean billions of values,
-because an alias repeats everything below its anchor. Scenarios, recipes, tasks and options are all
-read here.
+These files may come from other people. Aliases of YAML are refused, because each alias repeats
+everything below its anchor: a few hundred bytes can mean billions of values. None of lm-eval's
+tasks has aliases. Scenarios, recipes, tasks and options are all read here.
 """
 
 import re
 import tomllib
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -21,17 +20,11 @@ from vexport.files import require_no_device
 from vexport.rules import file as rules
 
 MOST_BYTES = 4_000_000
-"""Maximum size of a YAML file.
-
-The text of all values, with every alias written out, has the same limit.
-"""
+"""Maximum size of a YAML file."""
 MOST_VALUES = 100_000
-"""Maximum number of values in a YAML file, with aliases written out.
-
-A long scenario has hundreds.
-"""
+"""Maximum number of values in a YAML file. A long scenario has hundreds."""
 MOST_LEVELS = 100
-"""Maximum depth of nested lists and mappings, with every alias written out."""
+"""Maximum depth of nested lists and mappings."""
 MOST_TOML_BYTES = 1_000_000
 MOST_KEY_PARTS = 20
 """Maximum parts of a dotted key in TOML, such as [tool.vexport.check].
@@ -67,17 +60,8 @@ else:  # much slower, with the same results
             yaml.parser.Parser.__init__(self)
 
 
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """Size of a part of a file, with every alias written out."""
-
-    values: int
-    characters: int
-    levels: int
-
-
 class BoundedLoader(Composer, _Parser, SafeConstructor, Resolver):
-    """Loads YAML without Python objects, and raises MarkedYAMLError beyond the limits above.
+    """Loads YAML without Python objects and aliases, within the limits above.
 
     `name` is the path of the file, for constructors of tags.
     """
@@ -88,68 +72,30 @@ class BoundedLoader(Composer, _Parser, SafeConstructor, Resolver):
         SafeConstructor.__init__(self)
         Resolver.__init__(self)
         self.name = name
-        self._extents: dict[yaml.Node, _Extent] = {}
         self._values = 0
-        self._characters = 0
         self._level = 0
-        self._deepest = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a node and all nodes below it, and count their values, characters and levels."""
+        """Compose a node and all nodes below it."""
         event = self.peek_event()
         assert event is not None, "a node begins with an event"
         mark: yaml.Mark = event.start_mark  # type: ignore[assignment]  # libyaml's has the same attributes
-        anchor: str | None = event.anchor  # type: ignore[attr-defined]
-        is_alias = isinstance(event, yaml.AliasEvent)
-        values, characters, deepest = self._values, self._characters, self._deepest
+        if isinstance(event, yaml.AliasEvent):
+            raise _marked(
+                f"the alias *{clip(str(event.anchor), 100)} in the place of a value", mark
+            )
+        self._values += 1
         self._level += 1
-        self._deepest = self._level
-        self._require_bounded(mark)
-        node: yaml.Node | None = super().compose_node(parent, index)
-        assert node is not None, "an event that begins a node gives a node"
-        if is_alias:
-            if node not in self._extents:
-                raise _marked("an alias inside the value of its anchor", mark)
-            extent = self._extents[node]
-            self._values += extent.values
-            self._characters += extent.characters
-            self._deepest = self._level + extent.levels - 1
-        else:
-            self._values += 1
-            self._characters += _length(node, mark)
-            if anchor is not None:
-                self._extents[node] = _Extent(
-                    values=self._values - values,
-                    characters=self._characters - characters,
-                    levels=self._deepest - self._level + 1,
-                )
-        self._require_bounded(mark)
-        self._level -= 1
-        self._deepest = max(deepest, self._deepest)
-        return node
-
-    def _require_bounded(self, mark: yaml.Mark) -> None:
-        written_out = "with every alias written out"
         if self._values > MOST_VALUES:
-            raise _marked(f"more than {MOST_VALUES:,} values {written_out}", mark)
-        if self._characters > MOST_BYTES:
-            raise _marked(f"more than {MOST_BYTES:,} characters {written_out}", mark)
-        if self._deepest > MOST_LEVELS:
-            raise _marked(f"more than {MOST_LEVELS} levels {written_out}", mark)
-
-
-def _length(node: yaml.Node, mark: yaml.Mark) -> int:
-    """Return the number of characters of a scalar, and 0 for a list or mapping.
-
-    Raises:
-        MarkedYAMLError: If it is a number with too many digits.
-    """
-    if not isinstance(node, yaml.ScalarNode):
-        return 0
-    length = len(node.value)
-    if node.tag in _NUMBERS and length > _MOST_DIGITS:
-        raise _marked(f"a number of {length:,} digits", mark)
-    return length
+            raise _marked(f"more than {MOST_VALUES:,} values", mark)
+        if self._level > MOST_LEVELS:
+            raise _marked(f"more than {MOST_LEVELS} levels", mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        digits = len(node.value) if node is not None and node.tag in _NUMBERS else 0
+        if digits > _MOST_DIGITS:
+            raise _marked(f"a number of {digits:,} digits", mark)
+        self._level -= 1
+        return node
 
 
 def _marked(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:

@@ -115,7 +115,7 @@ def test_trusted_function_is_copied_with_module(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("task: [", r"t\.yaml:[12]: got .*correct the file"),
-        ("task: &a [*a]\n", r"t\.yaml:1: got an alias inside"),
+        ("task: &a [*a]\n", r"t\.yaml:1: got the alias \*a"),
         ("- task", r"t\.yaml: got a list, need a mapping"),
         ("task: !!python/object/apply:os.getcwd []", r"t\.yaml:1: .*os\.getcwd"),
         (SUMS.replace("additions", "missing"), r"t\.yaml: got no file .*missing\.jsonl"),

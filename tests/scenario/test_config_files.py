@@ -26,21 +26,13 @@ def bomb(key: str) -> str:
     return "\n".join([*lines, f"{key}: *a8", ""])
 
 
-CHAIN = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 3000))])
-LONG = "a: &a " + "x" * 50_000 + "\nb: [" + ", ".join(["*a"] * 1000) + "]"
 HOSTILE: dict[str, tuple[str | bytes, str]] = {
-    "name": (bomb("name"), r"[\d,]+ values\b.* alias"),
-    "rules": (bomb("rules"), r"[\d,]+ values\b.* alias"),
-    "merge": (bomb("b") + "c: {<<: *a8}", r"[\d,]+ values\b.* alias"),
-    "chain": (CHAIN, r"[\d,]+ levels\b.* alias"),
-    "characters": (LONG, r"[\d,]+ characters\b.* alias"),
-    "itself": ("&a [*a]", "an alias inside"),
-    "keys": ("&a {*a : 1}", "an alias inside"),
-    "deep": ("[" * 100_000, r"[\d,]+ levels\b.* alias"),
-    "many": (
-        "a: &a [" + "1," * 999 + "]\nb: [" + "*a," * 100 + "]",
-        r"[\d,]+ values\b.* alias",
-    ),
+    "aliases": (bomb("name"), r"yaml:2: .*the alias \*a0"),
+    "merge": ("a: &a {b: 1}\nc: {<<: *a}", r"yaml:2: .*the alias \*a"),
+    "itself": ("&a [*a]", r"the alias \*a"),
+    "keys": ("&a {*a : 1}", r"the alias \*a"),
+    "deep": ("[" * 100_000, "100 levels"),
+    "many": ("[" + "1," * 100_000 + "]", "100,000 values"),
     "scalar": ("name: " + "x" * 20_000_000, "got more than 4 MB"),
     "digits": ("name: " + "1" * 5000, "a number of 5,000 digits"),
     "base 60": ("name: " + ":".join(["1"] * 100_000), "a number of 199,999 digits"),
@@ -70,8 +62,8 @@ def test_largest_yaml_is_read(tmp_path: Path) -> None:
     path = tmp_path / "large.yaml"
     path.write_text("[" * (MOST_LEVELS - 1) + "x" * (MOST_BYTES // 2) + "]" * (MOST_LEVELS - 1))
     assert isinstance(load_yaml(path, "a list"), list)
-    path.write_text("a: &a [" + "x," * 100 + "]\nb: [" + "*a," * 900 + "]\n")
-    assert isinstance(load_yaml(path, "a list"), dict)
+    path.write_text("&unused [" + "x," * 99_999 + "]\n")
+    assert isinstance(load_yaml(path, "a list"), list)
 
 
 def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
