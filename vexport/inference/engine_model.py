@@ -155,7 +155,6 @@ def _row_scores(flat: "FlatLogprobs") -> RowScores:
 def _outputs(
     llm: "LLM", prompts: Sequence[TokenIds], sampling: "SamplingParams | list[SamplingParams]"
 ) -> "list[RequestOutput]":
-    """Return the engine's outputs for prompts of token ids."""
     tokens = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs: list[RequestOutput] = llm.generate(tokens, sampling, use_tqdm=False)
     return outputs

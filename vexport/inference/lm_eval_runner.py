@@ -88,7 +88,6 @@ def ask_tasks(answering_model: Model, arguments: ModelArguments, request: Sessio
 
 @contextmanager
 def _prepared(request: SessionRequest) -> Iterator[Path]:
-    """Prepare lm-eval for the request's tasks inside the block. Yield a temporary folder."""
     import datasets
     from lm_eval.utils import setup_logging
 
@@ -112,7 +111,6 @@ def _prepared(request: SessionRequest) -> Iterator[Path]:
 def _wrapped(
     answering_model: Model, arguments: ModelArguments, request: SessionRequest
 ) -> "tuple[VLLM, ModelArguments]":
-    """Return lm-eval's model that runs `answering_model`, and the arguments of its constructor."""
     from lm_eval.models.vllm_causallms import VLLM
 
     # lm-eval records all arguments, so it gets only the settings that were set.
@@ -123,7 +121,6 @@ def _wrapped(
 
 
 def _arguments_of(function: Callable[..., object], settings: LmEvalSettings) -> dict[str, Any]:
-    """Return the settings that are arguments of a function or class of lm-eval."""
     return settings.model_dump(include={*signature(function).parameters})
 
 
@@ -274,7 +271,6 @@ def _add_finish_reasons(rows: "list[dict[str, object]]") -> None:
 
 
 def _all_tasks(loaded: "list[Task | Group]") -> "Iterator[Task]":
-    """Yield all tasks, including tasks in groups."""
     for entry in loaded:
         yield from entry.get_all_tasks() if hasattr(entry, "get_all_tasks") else [entry]
 

@@ -63,7 +63,6 @@ def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSe
 
 
 def _template(settings: Evaluate, templates: Mapping[str, Mapping[str, str]]) -> bool | str:
-    """Return the name of the template to apply, True for the default template, or False."""
     asked = settings.apply_chat_template
     if asked is False or (asked is None and not any(templates.values())):
         return False

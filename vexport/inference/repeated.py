@@ -68,7 +68,6 @@ def compare_rows(
 
 
 def _marks(rows: Mapping[str, Sequence[Row]]) -> dict[tuple[object, ...], dict[str, float]]:
-    """Return the scores of 0 and 1 by task, document, filter and prompt."""
     marks: dict[tuple[object, ...], dict[str, float]] = {}
     for task, row in ((task, row) for task, task_rows in rows.items() for row in task_rows):
         metrics = row["metrics"]

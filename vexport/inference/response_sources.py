@@ -163,7 +163,6 @@ class EngineSource(RunningModel):
         )
 
     def _vocabulary(self) -> int:
-        """Return the number of token ids of the model."""
         config_file = self.checkpoint / "config.json"
         return vocab_size(read_index(self.checkpoint).config, str(config_file))
 
@@ -191,7 +190,6 @@ class EngineSource(RunningModel):
         return request
 
     def _engine_request(self, settings: Evaluate) -> SessionRequest:
-        """Return the request that starts the engine, without any prompts."""
         options = self.options
         lengths = (EVALUATION_LENGTH,) if settings.tasks else ()
         return SessionRequest(
@@ -205,7 +203,6 @@ class EngineSource(RunningModel):
 
 
 def _with_text(request: SessionRequest, rows: Rows, folder: Path) -> SessionRequest:
-    """Return the request with the rows of a text, whose scores go to `folder`."""
     longest = max(len(row) + 1 for row in rows)
     return replace(
         request,
@@ -344,7 +341,6 @@ class EndpointSource(RunningModel):
 
 
 def _require_deterministic(folder: Path, settings: Evaluate) -> None:
-    """Raise EnvironmentFault if too many of the repeated responses changed."""
     repeated = read_repeated(folder)
     if repeated is not None:
         require_deterministic(folder, repeated, settings.alpha)

@@ -52,7 +52,6 @@ def read_rows(
 
 
 def _shortages(settings: Evaluate, rows: Rows, limit: int) -> Iterator[str]:
-    """Yield a note for rows that are shorter or fewer than in the settings."""
     if limit <= settings.text_tokens:
         yield (
             f"rows of the text have {limit - 1:,} tokens, not {settings.text_tokens:,}: the "

@@ -120,7 +120,6 @@ class Calibration(ScenarioSection):
 
     @model_validator(mode="after")
     def _check_shares(self) -> Self:
-        """Raise a ValidationError for shares that do not add up, or for too few samples."""
         # Assigning a single field validates an object that may have no other fields.
         data = getattr(self, "data", "")
         if isinstance(data, str):

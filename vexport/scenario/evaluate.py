@@ -107,7 +107,6 @@ DEFAULT_TEXT_TOKENS = 512
 
 
 def _check_margin(value: object) -> object:
-    """Raise ValueError if the value is neither a margin nor margins by task."""
     given = list(value.values()) if isinstance(value, dict) else [value]
     for margin in given if value is not None else []:
         parse_margin(margin)
@@ -508,7 +507,6 @@ class Evaluate(
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        """Raise a ValidationError at the first setting that contradicts another setting."""
         has_text = self.text is not None
         is_greedy = not self.gen_kwargs.get("temperature")
         multiturn_without_template = (

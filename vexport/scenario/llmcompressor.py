@@ -212,7 +212,6 @@ def _all_rules(modifiers: Sequence[_Modifier]) -> tuple[Rule, ...]:
 
 
 def _ignored(modifier: _Modifier) -> list[IgnoredLayers]:
-    """Return a rule for each entry of a modifier's `ignore`."""
     rules = []
     for pattern in _strings(modifier, "ignore"):
         try:

@@ -214,7 +214,6 @@ def _is_plain(kind: ast.expr, value: JsonValue, is_safe: bool) -> bool:
 
 
 def _needed(kind: ast.expr) -> str:
-    """Return the text of an error's `need` for a value that does not have a type."""
     match kind:
         case ast.Name(id="bool"):
             return "true or false"
@@ -247,7 +246,6 @@ def _parsed(kind: str) -> ast.expr:
 
 
 def _members(kind: ast.expr) -> Iterator[ast.expr]:
-    """Yield the members of a union, or the type itself."""
     if isinstance(kind, ast.BinOp):
         yield from chain(_members(kind.left), _members(kind.right))
     else:
@@ -261,7 +259,6 @@ def _entries(kind: ast.Dict) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def _names(kind: ast.expr) -> tuple[JsonValue, ...]:
-    """Return the values of a Literal or the names of an enumeration."""
     assert isinstance(kind, ast.Subscript)
     values = kind.slice.elts if isinstance(kind.slice, ast.Tuple) else [kind.slice]
     return tuple(ast.literal_eval(value) for value in values)

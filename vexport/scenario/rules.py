@@ -176,7 +176,6 @@ def _keyword_problems(
 def _observer_problems(
     scheme: str, observer: str | None, input_observer: str | None
 ) -> Iterator[KeyProblem]:
-    """Yield a problem for each observer that does not fit the scheme."""
     known = None if scheme in (KEEP, AUTO) else get_scheme(scheme)
     strategy = known.args.weights.strategy if known else IMPORTANCE_STRATEGIES[0]
     if observer in BY_IMPORTANCE and strategy not in IMPORTANCE_STRATEGIES:
@@ -404,7 +403,6 @@ class Auto(ScenarioSection):
     )
     @classmethod
     def _name_candidates(cls, values: object) -> object:
-        """Replace each candidate that is given as a rule with the name of its scheme."""
         if not isinstance(values, list):
             return values
         return [

@@ -32,7 +32,6 @@ MOST_CHARACTERS = 100
 
 
 def _check_name(value: str) -> str:
-    """Return the name of a run. Raise ValueError if it is not usable as a folder's name."""
     if re.fullmatch(_NAME, value) is None or len(value) > MOST_CHARACTERS:
         raise ValueError(
             f"at most {MOST_CHARACTERS} letters, digits, dots, underscores and hyphens, "

@@ -151,17 +151,12 @@ class Variants(ScenarioSection):
 
 
 def _served(base: Serve, setting: EngineArguments) -> Serve:
-    """Return the settings of a variant's engine.
-
-    Raises InputErrors with the name of the setting.
-    """
     with _problems_at(f"setting {setting_text(setting)}", setting):
         return with_setting(base, setting)
 
 
 @contextmanager
 def _problems_at(where: str, setting: EngineArguments) -> Iterator[None]:
-    """Turn a ValidationError inside the block into InputErrors at this place."""
     try:
         yield
     except ValidationError as error:

@@ -170,7 +170,6 @@ class EndpointModel(Model):
 def _finished(
     futures: Mapping[Future[Json], str], stored_responses: StoredResponses
 ) -> dict[str, Json]:
-    """Return the finished responses that are not kept yet, by key."""
     return {
         key: future.result()
         for future, key in futures.items()
@@ -201,7 +200,6 @@ def _counters_after_answer(server: Server, before: Mapping[str, float]) -> dict[
 
 
 def _require_one_answer(url: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-    """Raise EnvironmentFault unless the counters show one response, and no other client."""
     missing = [name for name in COUNTERS if name not in before or name not in after]
     if missing:
         got = f"no counter {missing[0]} at /metrics"

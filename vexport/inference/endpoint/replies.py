@@ -164,13 +164,11 @@ def _beginning(reply: Reply, mask: KeyMask) -> str:
 
 
 def _is_error(content: Mapping[str, Json]) -> bool:
-    """Return True if a JSON object reports an error and contains no completion."""
     has_answer = bool(content.get("choices") or content.get("data"))
     return not has_answer and (bool(content.get("error")) or content.get("object") == "error")
 
 
 def _error(reply: Reply, content: Json, mask: KeyMask) -> TemporaryError | RefusedError:
-    """Turn a reply that reports an error into an exception."""
     status = reply.status
     stated = _stated_status(content, reads_words=not 300 <= status < 500)
     if status < 300:
@@ -267,7 +265,6 @@ def version_of(content: Json) -> str:
 
 
 def _is_usable(text: str) -> bool:
-    """Return whether a name can be printed and stored."""
     return bool(text) and text.isprintable() and not _SURROGATE.search(text)
 
 

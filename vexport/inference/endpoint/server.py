@@ -143,7 +143,7 @@ def require_address(url: str) -> None:
 
 
 def _ignore(line: str) -> None:
-    """Drop a line."""
+    pass
 
 
 class Server:
@@ -284,7 +284,6 @@ class Server:
         return self._mask.message(words)
 
     def _printable(self, words: str) -> str:
-        """Return a server's message on one line, without the API key."""
         return clip(visible(" ".join(self.mask_key(words).split())), _MAX_SHOWN)
 
     def _describe_model(self, model: ServedModel) -> str:
@@ -295,7 +294,6 @@ class Server:
     def _complete(
         self, purpose: str, body: dict[str, Json], read: Callable[[Json], T], most_bytes: int
     ) -> T:
-        """Send a request for a completion, and return the result of `read` on the response."""
         url = f"{self._url}/completions"
         content = json.dumps({"model": self.model.name, **body}).encode()
         most_bytes = min(most_bytes, _MAX_ANSWER_BYTES)
@@ -312,7 +310,6 @@ class Server:
     def _refused_completion_error(
         self, purpose: str, body: Mapping[str, Json], error: RefusedError
     ) -> InputError:
-        """Return the error for a request for a completion that the server refused."""
         words = self._printable(str(error))
         url = self.endpoint.url
         prompt = body["prompt"]
@@ -348,7 +345,6 @@ class Server:
         return self._refused_request_error(purpose, error)
 
     def _refused_request_error(self, purpose: str, error: RefusedError) -> InputError:
-        """Return the error for any other request that the server refused."""
         need = "a response without an error"
         if error.status in NO_KEY:
             fix = f"set {API_KEY} to a key that the server accepts"
@@ -394,8 +390,6 @@ class Server:
         )
 
     def _cards(self, seconds: float, ends: float | None) -> dict[str, ModelCard]:
-        """Return the server's list of models, or the model of --model if there is no list."""
-
         def attempt(limit: float) -> dict[str, ModelCard]:
             reply = self._send(f"{self._url}/models", None, limit, _ANSWER_BYTES)
             return model_cards(read_json(reply, self._mask, has_names=True))
@@ -482,7 +476,6 @@ class Server:
             return answer
 
     def _unsupported_request_error(self, purpose: str, words: str) -> UnreachableError:
-        """Return the error for a kind of request that never succeeded."""
         fix = "check the server's log"
         if purpose == SCORE:
             fix += f"; or {_FIX_WITHOUT_SCORES}"

@@ -72,7 +72,6 @@ def show_retries(role: str, options: EngineOptions) -> Callable[[str], None]:
 
 
 def _servers_tokenizer(where: str, server: Server) -> Path:
-    """Return the folder of the server's tokenizer. Download it if it is on the hub."""
     url = server.endpoint.url
     name = server.model.root or server.model.name
     shown = visible(clip(server.mask_key(name), 200))
@@ -98,7 +97,6 @@ def _servers_tokenizer(where: str, server: Server) -> Path:
 
 
 def _chosen_tokenizer(where: str, ref: SourceRef) -> Path:
-    """Return the folder of --tokenizer. Download it if it is a model on the hub."""
     match ref:
         case HubName():
             listing = list_files(ref)
@@ -112,7 +110,6 @@ def _chosen_tokenizer(where: str, ref: SourceRef) -> Path:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    """Return True if a folder contains a tokenizer's file."""
     try:
         return any(_TOKENIZER_FILE.fullmatch(entry.name) for entry in folder.iterdir())
     except OSError:
@@ -120,7 +117,6 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _is_local(url: str) -> bool:
-    """Return True if the host of an address is `localhost` or a loopback address."""
     host = urlsplit(url).hostname or ""
     if host == "localhost":
         return True

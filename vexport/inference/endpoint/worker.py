@@ -46,7 +46,6 @@ _MIN_PADDING = 8192
 
 
 def _session(request: SessionRequest) -> SessionResult:
-    """Run the whole request on a server. Errors of vexport become part of the result."""
     assert request.endpoint is not None
     result = SessionResult(checkpoint=request.checkpoint, platform=SERVER)
     on_progress = progress_reporter()
@@ -74,7 +73,6 @@ def _session(request: SessionRequest) -> SessionResult:
 
 
 def _show_retries(on_progress: OnProgress) -> Callable[[str], None]:
-    """Return a function that reports the retry of a request as progress."""
     return lambda line: on_progress(f"server{PROGRESS_DETAIL}{line}", 0, 1)
 
 
@@ -89,14 +87,12 @@ def _fingerprint(server: Server, request: SessionRequest) -> Fingerprint:
 
 
 def _open_model(server: Server, request: SessionRequest, on_progress: OnProgress) -> EndpointModel:
-    """Return the server's model, with the stored responses of earlier calls in `request.output`."""
     assert request.output is not None
     kept = open_stored_responses(request.output, to_json(_fingerprint(server, request)))
     return EndpointModel(server, kept, on_progress, _largest_vocabulary(request))
 
 
 def _ask_tasks(model: EndpointModel, request: SessionRequest) -> None:
-    """Run lm-eval's tasks. Write its files to `request.output`."""
     assert request.output is not None
     arguments: dict[str, JsonValue] = {
         "pretrained": str(request.checkpoint),
