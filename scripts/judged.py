@@ -33,7 +33,7 @@ from tests.scores.test_several_files import LOST, RIGHT, write
 from vexport.errors import InputError
 from vexport.files import to_json
 from vexport.inference.tasks import resolve_tasks
-from vexport.judge.accepted import accept_results
+from vexport.judge.accepting import accept_results
 
 Row = dict[str, Any]
 # A name, and the arguments of a call. PATHs in it start with the root of the results.

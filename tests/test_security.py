@@ -25,7 +25,7 @@ from vexport.inference.endpoint.server import Server
 from vexport.records import Endpoint
 from vexport.records.patterns import MOST_SECONDS
 from vexport.reports.findings import MAX_FOLLOWING
-from vexport.scores.parquet_rows import LARGEST_CONTENT
+from vexport.scores.readers.parquet_rows import LARGEST_CONTENT
 
 PAGE = (ROOT / ".github" / "SECURITY.md").read_text(encoding="utf-8")
 NAMED_TESTS = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", PAGE)

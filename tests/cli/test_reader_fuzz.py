@@ -21,8 +21,8 @@ from vexport.errors import VexportError
 from vexport.files import from_json
 from vexport.inference.stored_responses import StoredResponses, answer_from_json
 from vexport.inference.tasks import resolve_tasks
-from vexport.judge.accepted import accept_results, read_accepted
 from vexport.judge.accepted_settings import accepted_settings
+from vexport.judge.accepting import accept_results
 from vexport.judge.verdict import decide
 from vexport.outputs.digests import listed_digests, recorded_digests
 from vexport.outputs.manifest import MANIFEST, recorded
@@ -30,6 +30,7 @@ from vexport.reports import render
 from vexport.reports.run_record import Report
 from vexport.scenario import read_scenario
 from vexport.scenario.llmcompressor import read_recipe
+from vexport.scores.readers.accepted import read_accepted
 
 ROUNDS = 50
 DEMO = Path(__file__).parents[2] / "scenarios"

@@ -19,7 +19,7 @@ from vexport.inference.tasks import resolve_tasks
 from vexport.judge.verdict import decide
 from vexport.records import silent
 from vexport.scenario.evaluate import LmEvalSettings
-from vexport.scores.results import read_results
+from vexport.scores.readers.lm_eval import read_lm_eval
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -103,8 +103,8 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
 def test_lm_eval_files_are_read(evaluated: Evaluated) -> None:
     folder, outcomes = evaluated
     assert outcomes.errors[0] == ""
-    results = read_results(folder / "first")
-    assert {name: len(task.samples) for name, task in results.tasks.items()} == {
+    results = read_lm_eval(folder / "first")
+    assert {name: len(task.rows) for name, task in results.tasks.items()} == {
         "sums": 50,
         "choices": 50,
     }
@@ -191,7 +191,7 @@ def test_prompts_follow_chat_template(evaluated: Evaluated) -> None:
 
 
 def test_prompt_settings_are_recorded(evaluated: Evaluated) -> None:
-    file = read_results(evaluated[0] / "chat").file
+    file = read_lm_eval(evaluated[0] / "chat").file
     content = json.loads(file.read_text())
     assert content["chat_template"] == TEMPLATE
     assert content["chat_template_sha"] == hashlib.sha256(TEMPLATE.encode()).hexdigest()
@@ -207,10 +207,10 @@ def test_prompt_settings_are_recorded(evaluated: Evaluated) -> None:
 
 def test_sampled_answers_follow_seeds(evaluated: Evaluated) -> None:
     folder, _ = evaluated
-    first, again = (read_results(folder / name).tasks for name in ("sampled", "sampled again"))
-    assert {name: len(task.samples) for name, task in first.items()} == {"sums": 90, "choices": 30}
-    answers = {key: sample.shown_text for key, sample in first["sums"].samples.items()}
-    assert answers == {key: sample.shown_text for key, sample in again["sums"].samples.items()}
+    first, again = (read_lm_eval(folder / name).tasks for name in ("sampled", "sampled again"))
+    assert {name: len(task.rows) for name, task in first.items()} == {"sums": 90, "choices": 30}
+    answers = {key: sample.shown_text for key, sample in first["sums"].rows.items()}
+    assert answers == {key: sample.shown_text for key, sample in again["sums"].rows.items()}
     assert len({answers["none", 3, seed] for seed in range(3)}) > 1
     repeated = read_repeated(folder / "sampled")
     assert repeated is not None

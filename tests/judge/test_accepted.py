@@ -19,11 +19,12 @@ from tests.scores.make import edit_results, edit_sample, samples_file
 from tests.texts import assert_contains, assert_raises
 from vexport.errors import InputError
 from vexport.inference.fingerprint import engine_fingerprint, write_fingerprint
-from vexport.judge.accepted import accept_results, choice_of, lost_answers, read_accepted
+from vexport.judge.accepting import accept_results, lost_answers
 from vexport.judge.lost import count_answers
 from vexport.judge.verdict import decide
 from vexport.scores.endings import LETTERS, Ending, State, letter_of
-from vexport.scores.results import read_results
+from vexport.scores.readers.accepted import choice_of, read_accepted
+from vexport.scores.readers.lm_eval import read_lm_eval
 from vexport.scores.settings import changed_names, changes
 
 
@@ -144,7 +145,7 @@ def test_letters_preserve_counts(state: State, is_whole: bool) -> None:
 def test_changed_environment_is_named(copies: Path, tmp_path: Path) -> None:
     """Another vLLM or model between the accepted baseline and the results is a warning."""
     for name, vllm in (("baseline", "0.31.0"), ("twin", "0.32.0")):
-        folder = read_results(copies / name).file.parent
+        folder = read_lm_eval(copies / name).file.parent
         write_fingerprint(folder, {"vllm": vllm, "dtype": "bfloat16", "model": name})
     accept_results(tmp_path / "baseline", tmp_path / "accepted.json", {})
     assert read_accepted(tmp_path / "accepted.json").fingerprint["lm-eval"] == "0.4.13"

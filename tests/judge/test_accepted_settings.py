@@ -14,9 +14,9 @@ from pydantic import JsonValue
 from tests.command import vexport
 from tests.texts import assert_contains
 from vexport.errors import InputError
-from vexport.judge.accepted import read_accepted
 from vexport.judge.accepted_settings import settings_to_store, with_accepted_settings
 from vexport.scenario import Evaluate, Serve
+from vexport.scores.readers.accepted import read_accepted
 
 LINE = "0-3"
 TASK = {

@@ -18,7 +18,7 @@ from vexport.judge.pairs import TaskPair, gated_tasks
 from vexport.judge.verdict import decide
 from vexport.records import Comparison, TaskVerdict, Verdict
 from vexport.reports import render_verdicts
-from vexport.scores.results import read_results
+from vexport.scores.readers.lm_eval import read_lm_eval
 
 pytestmark = pytest.mark.slow
 SIZES = (20, 60, 40)
@@ -133,7 +133,7 @@ def test_perplexity_is_the_geometric_mean(runs: Path, verdict: Verdict) -> None:
 
 def test_interval_has_the_standard_error_of_the_tasks(runs: Path, verdict: Verdict) -> None:
     """Documents are drawn within tasks, so the variances of the tasks' differences add up."""
-    old, new = (read_results(runs / name) for name in ("base", "worse"))
+    old, new = (read_lm_eval(runs / name) for name in ("base", "worse"))
     pairs = {pair.task: pair for pair in gated_tasks(old, new, {})}
     for kind in METRICS:
         name = f"{kind}_group"

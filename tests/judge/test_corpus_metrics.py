@@ -19,7 +19,7 @@ from vexport.judge.verdict import decide
 from vexport.records import Comparison, TaskVerdict, Verdict
 from vexport.reports import render_verdicts
 from vexport.scores.aggregates import log_likelihood_table, tabulate
-from vexport.scores.results import read_results
+from vexport.scores.readers.lm_eval import read_lm_eval
 
 DOCUMENTS = 120
 Shown = TaskVerdict | Comparison
@@ -126,8 +126,8 @@ def test_gate_and_margin_on_the_command_line(runs: Path) -> None:
 def test_direction_agrees_with_text(runs: Path, verdict: Verdict) -> None:
     """The rise of the NLL per row and the word perplexity of the same rows get worse together."""
     old, new = (
-        [sample.values["word_perplexity"] for sample in results.tasks["pages"].samples.values()]
-        for results in (read_results(runs / name) for name in ("base", "worse"))
+        [row.values["word_perplexity"] for row in results.tasks["pages"].rows.values()]
+        for results in (read_lm_eval(runs / name) for name in ("base", "worse"))
     )
     rises = [(a[0] - b[0]) / a[1] for a, b in zip(old, new, strict=True)]  # type: ignore[index,operator]
     limit = judge_limit("rise of the NLL", np.array(rises), np.log(1.01), 0.05)

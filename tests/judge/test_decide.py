@@ -10,12 +10,13 @@ import pytest
 from tests.texts import assert_contains
 from vexport.files import from_json, to_json
 from vexport.inference.repeated import Repeated, compare_rows, write_repeated
-from vexport.judge.accepted import accept_results, read_accepted
+from vexport.judge.accepting import accept_results
 from vexport.judge.statistics import tango_interval
 from vexport.judge.verdict import decide
 from vexport.records import TaskVerdict, Verdict
 from vexport.records.values import about
-from vexport.scores.results import read_results
+from vexport.scores.readers.accepted import read_accepted
+from vexport.scores.readers.lm_eval import read_lm_eval
 
 
 def compare(runs: Path, name: str, margin: float = 0.02) -> Verdict:
@@ -128,7 +129,7 @@ def test_method_gives_repeatability(
     copies: Path, changed: int, documents: int, sampled: bool
 ) -> None:
     """The method contains the number of repeated answers that changed, sampled or not."""
-    folder = read_results(copies / "baseline").file.parent
+    folder = read_lm_eval(copies / "baseline").file.parent
     write_repeated(folder, Repeated(documents=documents, changed=changed, sampled=sampled))
     verdict = compare(copies, "twin")
     assert_contains(verdict.method, f"{changed} of {documents} responses")
@@ -139,7 +140,7 @@ def test_verdict_records_its_circumstances(lm_eval_runs: Path, tmp_path: Path) -
     accepted_at = "2020-01-01T00:00:00+00:00"
     accept_results(lm_eval_runs / "baseline", file, {}, accepted_at=accepted_at)
     judged = decide(file, lm_eval_runs / "worse", margin=0.03, alpha=0.05)
-    results = read_results(lm_eval_runs / "worse")
+    results = read_lm_eval(lm_eval_runs / "worse")
     assert judged.measured == results.measured_at
     assert datetime.fromisoformat(judged.measured).tzinfo is not None
     assert judged.fingerprint == results.fingerprint

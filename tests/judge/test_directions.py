@@ -11,11 +11,12 @@ from tests.scores.make import edit_results
 from tests.scores.test_harnesses import FILES, write_lines, write_lm_eval
 from tests.texts import assert_contains
 from vexport.errors import InputError
-from vexport.judge.accepted import accept_results, choice_of, read_accepted
+from vexport.judge.accepting import accept_results
 from vexport.judge.verdict import decide
 from vexport.records import Verdict
 from vexport.records.chosen_metric import parse_chosen_metric
 from vexport.scores.metrics import is_no_share, known_direction
+from vexport.scores.readers.accepted import choice_of, read_accepted
 
 DOCUMENTS = 300
 
@@ -182,8 +183,8 @@ def test_lm_eval_without_direction(tmp_path: Path) -> None:
     samples.write_text(samples.read_text().replace("exact_match", "graded"))
     assert is_assumed(verdict_of(folder, folder))
 
-    accepted = accept_results(folder, tmp_path / "accepted.json", {})
-    assert accepted.tasks["sums"].higher_is_better is None
+    accept_results(folder, tmp_path / "accepted.json", {})
+    assert read_accepted(tmp_path / "accepted.json").tasks["sums"].higher_is_better is None
     assert is_assumed(verdict_of(tmp_path / "accepted.json", folder))
     assert not is_assumed(verdict_of(tmp_path / "accepted.json", folder, sums="graded:lower"))
 

@@ -9,7 +9,7 @@ import pytest
 from tests.command import vexport
 from tests.scores.make import results_file
 from tests.texts import assert_contains
-from vexport.judge.accepted import accept_results
+from vexport.judge.accepting import accept_results
 from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT
 
 

@@ -23,8 +23,8 @@ from vexport.judge.statistics import (
     tango_interval,
 )
 from vexport.judge.verdict import decide
-from vexport.scores.results import read_results
-from vexport.scores.table import Scores
+from vexport.scores.aggregates import Scores
+from vexport.scores.readers.lm_eval import read_lm_eval
 
 pytestmark = pytest.mark.slow
 SUBJECTS, DOCUMENTS = 12, 30
@@ -57,7 +57,7 @@ def test_group_is_clustered_by_subject(runs: Path) -> None:
     )
     assert (task.outcome, task.right_to_wrong) == ("FAIL", 48)
     assert_contains(verdict.method, "Tango's score interval", "clustered by task")
-    aggregate = json.loads(read_results(runs / "worse").file.read_text())["groups"]["subjects"][
+    aggregate = json.loads(read_lm_eval(runs / "worse").file.read_text())["groups"]["subjects"][
         "acc,none"
     ]
     assert task.candidate.value == pytest.approx(aggregate)
@@ -79,7 +79,7 @@ def test_few_subjects_are_not_clustered(runs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("choice", [{"subjects": "acc_norm"}, {"*": "acc_norm,none"}])
 def test_gate_chooses_metric(runs: Path, choice: dict[str, str]) -> None:
-    results = read_results(runs / "baseline")
+    results = read_lm_eval(runs / "baseline")
     (gated,) = gated_tasks(results, results, choice)
     assert gated.label == "acc_norm,none"
     assert gated.informational[0].label == "acc,none"

@@ -15,7 +15,7 @@ import pytest
 from tests.command import vexport
 from tests.scores.make import edit_results
 from tests.texts import assert_contains
-from vexport.judge.accepted import accept_results
+from vexport.judge.accepting import accept_results
 
 Changes = Mapping[str, object]
 TEMPLATE = {

@@ -16,8 +16,7 @@ from vexport.judge.statistics import (
     student_quantile,
 )
 from vexport.records import Json
-from vexport.scores.aggregates import tabulate
-from vexport.scores.table import Scores
+from vexport.scores.aggregates import Scores, tabulate
 
 Draw = Callable[[np.random.Generator, int], Scores]
 DRAWS: dict[str, Draw] = {

@@ -17,7 +17,7 @@ from vexport.judge.statistics import clustered_tango, seeds_to_settle
 from vexport.judge.verdict import decide
 from vexport.records import Verdict
 from vexport.reports.accuracy import accuracy_tiles
-from vexport.scores.table import Scores
+from vexport.scores.aggregates import Scores
 
 MARGIN, ALPHA, SEEDS, TRIALS = 0.05, 0.05, 4, 1000
 GRID = np.linspace(0, 1, 10001)

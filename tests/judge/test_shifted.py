@@ -10,15 +10,15 @@ from tests.judge.test_verdict import SAMPLE
 from tests.texts import assert_raises
 from vexport.errors import InputError
 from vexport.judge.pairs import TaskPair, pair_metrics
-from vexport.scores.results import TaskSamples
+from vexport.scores.table import TaskTable
 
 # A score for each document of the baseline.
 SCORES = {"a": 1.0, "b": 0.0, "c": 1.0}
 
 
-def task_samples(documents: Mapping[int, str], scores: Mapping[str, float] = SCORES) -> TaskSamples:
-    """Return a task's samples. `documents` has the content of each document by its id."""
-    samples = [
+def task_table(documents: Mapping[int, str], scores: Mapping[str, float] = SCORES) -> TaskTable:
+    """Return the table of a task. `documents` has the content of each document by its id."""
+    rows = [
         replace(
             SAMPLE,
             doc_id=number,
@@ -27,23 +27,23 @@ def task_samples(documents: Mapping[int, str], scores: Mapping[str, float] = SCO
         )
         for number, content in documents.items()
     ]
-    return TaskSamples(
+    return TaskTable(
         task="sums",
         file=Path("samples_sums.jsonl"),
         higher_is_better={"acc": True},
-        samples={sample.key: sample for sample in samples},
+        rows={row.key: row for row in rows},
     )
 
 
-def single_pair(left: TaskSamples, right: TaskSamples) -> TaskPair:
+def single_pair(left: TaskTable, right: TaskTable) -> TaskPair:
     (pair,) = pair_metrics(left, right)
     return pair
 
 
 def test_shifted_ids_are_paired_by_content() -> None:
     left, right = (
-        task_samples({0: "a", 1: "b", 2: "c"}),
-        task_samples({7: "c", 3: "a", 5: "b"}, {**SCORES, "c": 0.0}),
+        task_table({0: "a", 1: "b", 2: "c"}),
+        task_table({7: "c", 3: "a", 5: "b"}, {**SCORES, "c": 0.0}),
     )
     pair = single_pair(left, right)
     assert [(old.doc_id, new.doc_id) for old, new in pair.documents] == [(0, 0), (1, 1), (2, 2)]
@@ -54,8 +54,8 @@ def test_shifted_ids_are_paired_by_content() -> None:
 def test_duplicates_with_shifted_ids(ids: tuple[int, int, int]) -> None:
     """Two equal documents cannot be paired with certainty if the ids differ."""
     left, right = (
-        task_samples({0: "a", 1: "a", 2: "b"}),
-        task_samples(dict(zip(ids, "aab", strict=True))),
+        task_table({0: "a", 1: "a", 2: "b"}),
+        task_table(dict(zip(ids, "aab", strict=True))),
     )
     with assert_raises(InputError, "task sums", "documents 0 and 1", "doc_hash", "--samples"):
         single_pair(left, right)
@@ -64,12 +64,12 @@ def test_duplicates_with_shifted_ids(ids: tuple[int, int, int]) -> None:
 def test_duplicates_with_equal_ids() -> None:
     """If the ids are equal, documents need no pairing by content."""
     left, right = (
-        task_samples({0: "a", 1: "a", 2: "b"}),
-        task_samples({0: "a", 1: "a", 2: "b"}, {**SCORES, "b": 1.0}),
+        task_table({0: "a", 1: "a", 2: "b"}),
+        task_table({0: "a", 1: "a", 2: "b"}, {**SCORES, "b": 1.0}),
     )
     assert single_pair(left, right).gain.tolist() == [0.0, 0.0, 1.0]
 
 
 def test_different_documents_are_refused() -> None:
     with pytest.raises(InputError, match="document"):
-        single_pair(task_samples({0: "a", 1: "b"}), task_samples({3: "a", 4: "c"}))
+        single_pair(task_table({0: "a", 1: "b"}), task_table({3: "a", 4: "c"}))

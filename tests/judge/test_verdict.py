@@ -21,11 +21,11 @@ from vexport.records import Outcome, TaskVerdict
 from vexport.records.margin import Margins
 from vexport.records.values import about
 from vexport.reports import render_verdicts
-from vexport.scores.results import Sample
+from vexport.scores.table import Row
 
 MARGIN, ALPHA, DOCUMENTS = 0.02, 0.05, 400
 MARGINS = Margins.read(MARGIN)
-SAMPLE = Sample(
+SAMPLE = Row(
     doc_id=0,
     filter="none",
     hashes=("",) * 3,

@@ -11,8 +11,8 @@ import pytest
 from tests.scores.test_harnesses import write_lines, write_lm_eval
 from tests.texts import assert_contains
 from vexport.errors import InputError
-from vexport.judge.accepted import accept_results, read_accepted
 from vexport.judge.accepted_settings import with_accepted_settings
+from vexport.judge.accepting import accept_results
 from vexport.judge.corpus import compare_corpora
 from vexport.judge.pairs import TaskPair
 from vexport.judge.task_verdict import compare_task
@@ -22,11 +22,12 @@ from vexport.records import Json, TaskVerdict, Verdict
 from vexport.records.margin import Margins, MarginSetting
 from vexport.scenario import Serve
 from vexport.scores.aggregates import tabulate
-from vexport.scores.results import Sample
+from vexport.scores.readers.accepted import read_accepted
+from vexport.scores.table import Row
 
 
-def sample(number: int, options: int = 0) -> Sample:
-    return Sample(
+def sample(number: int, options: int = 0) -> Row:
+    return Row(
         doc_id=number,
         filter="none",
         hashes=("", "", ""),

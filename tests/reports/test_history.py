@@ -13,7 +13,6 @@ from tests.command import Ran, vexport
 from tests.reports import sample
 from vexport.api import history
 from vexport.files import from_json, to_json
-from vexport.judge.accepted import Accepted, AcceptedTask, describe_accepted
 from vexport.records import (
     AcceptedBaseline,
     Change,
@@ -29,6 +28,7 @@ from vexport.records import (
 from vexport.reports import render_history
 from vexport.reports.run_record import Baseline, Report
 from vexport.run.history import RunResult, history_of
+from vexport.scores.readers.accepted import Accepted, AcceptedTask, describe_accepted
 
 FIRST = "1111222233334444"
 SECOND = "5555666677778888"

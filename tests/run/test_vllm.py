@@ -17,7 +17,7 @@ import yaml
 from tests.command import Ran, vexport
 from tests.texts import assert_contains
 from vexport.api import Evaluate, compare, evaluate, load
-from vexport.judge.accepted import accept_results
+from vexport.judge.accepting import accept_results
 from vexport.records import DryLoadReport
 from vexport.records.report import ComparedRun
 from vexport.run.directory import KIND

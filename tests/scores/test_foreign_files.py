@@ -13,12 +13,12 @@ import pytest
 from vexport import foreign
 from vexport.errors import InputError
 from vexport.inference.stored_responses import StoredResponses
-from vexport.judge.accepted import read_accepted
 from vexport.judge.verdict import decide
 from vexport.rules import file as rules
 from vexport.rules.book import Rule
-from vexport.scores import parquet_rows
-from vexport.scores.harnesses import read_any_results
+from vexport.scores.readers import parquet_rows
+from vexport.scores.readers.accepted import read_accepted
+from vexport.scores.reading import read_scores
 
 NAME = "details_sums|0_2026-11-27T10-00-00.123456.parquet"
 
@@ -53,7 +53,7 @@ def row(number: int, **fields: object) -> dict[str, object]:
 def test_unusable_values_name_row_and_field(last: str, rule: Rule, tmp_path: Path) -> None:
     file = json_rows(tmp_path / "rows.jsonl", row(0), row(1), last)
     with pytest.raises(InputError) as caught:
-        read_any_results(file)
+        read_scores(file)
     assert (caught.value.where, caught.value.rule) == (f"{file}:3", rule.id)
 
 
@@ -77,27 +77,27 @@ def test_broken_characters_cost_nothing(tmp_path: Path) -> None:
         verdicts.append(decide(*sides, margin=0.05, alpha=0.05, gate={}))
     assert verdicts[0].tasks == verdicts[1].tasks
     names = json_rows(tmp_path / "names.jsonl", row(0, task="\ud83d"), row(1, task="\ud83d"))
-    assert [*read_any_results(names).tasks] == ["?"]
+    assert [*read_scores(names).tasks] == ["?"]
 
 
 def test_long_numbers_are_names(tmp_path: Path) -> None:
     digits = "12" * 3000
-    results = read_any_results(json_rows(tmp_path / "rows.jsonl", row(0), row(1, id=digits)))
-    assert [sample.doc_id for sample in results.tasks["sums"].samples.values()] == [0, digits]
+    results = read_scores(json_rows(tmp_path / "rows.jsonl", row(0), row(1, id=digits)))
+    assert [sample.doc_id for sample in results.tasks["sums"].rows.values()] == [0, digits]
 
 
 def test_line_length_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign, "LONGEST_LINE", 1 << 20)
     file = json_rows(tmp_path / "rows.jsonl", row(0), row(1, answer="one " * (1 << 18)))
     with pytest.raises(InputError, match=r"rows.jsonl:2: got a longer line, need at most 1 MB"):
-        read_any_results(file)
+        read_scores(file)
 
 
 def test_links_in_a_circle(tmp_path: Path) -> None:
     link = tmp_path / "results"
     link.symlink_to(link)
     with pytest.raises(InputError):
-        read_any_results(link)
+        read_scores(link)
 
 
 @pytest.mark.parametrize(
@@ -192,10 +192,10 @@ def columns(rows: int = 3, query: str = "q", **changed: pa.Array) -> dict[str, p
 def test_expanded_size_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = details(tmp_path / "details", columns(2000, "q" * 10_000), parts=8)
     assert (folder / NAME).stat().st_size < 200_000
-    assert len(read_any_results(folder).tasks["sums|0"].samples) == 16_000
+    assert len(read_scores(folder).tasks["sums|0"].rows) == 16_000
     monkeypatch.setattr(parquet_rows, "LARGEST_CONTENT", 50_000_000)
     with pytest.raises(InputError, match="a file that expands to more"):
-        read_any_results(folder)
+        read_scores(folder)
 
 
 def test_large_repeated_values_are_read_in_small_batches(
@@ -212,7 +212,7 @@ def test_large_repeated_values_are_read_in_small_batches(
     pa.set_memory_pool(pool)
     try:
         with pytest.raises(InputError, match="a file that expands to more"):
-            read_any_results(tmp_path)
+            read_scores(tmp_path)
     finally:
         pa.set_memory_pool(usual)
     assert pool.max_memory() < 1 << 26
@@ -239,14 +239,14 @@ ODD = {
 def test_odd_columns_name_row_and_field(odd: str, tmp_path: Path) -> None:
     folder = details(tmp_path / "details", columns(metric=ODD[odd]))
     with pytest.raises(InputError, match="row [123]: got|no response with a score"):
-        read_any_results(folder)
+        read_scores(folder)
 
 
 def test_broken_text_names_row(tmp_path: Path) -> None:
     texts = pa.array([b"a", b"\xff\xfe", b"c"], pa.binary()).view(pa.string())
     folder = details(tmp_path / "details", columns(doc=_struct("query", texts)))
     with pytest.raises(InputError, match="row 2: got doc: UnicodeDecodeError"):
-        read_any_results(folder)
+        read_scores(folder)
 
 
 def test_damaged_parquet_is_input_error(tmp_path: Path) -> None:
@@ -260,6 +260,6 @@ def test_damaged_parquet_is_input_error(tmp_path: Path) -> None:
             data[at : at + chance.choice((0, 1, 1, 9))] = chance.randbytes(chance.choice((0, 1, 4)))
         (folder / NAME).write_bytes(data)
         try:
-            read_any_results(folder)
+            read_scores(folder)
         except InputError:
             continue

@@ -13,28 +13,29 @@ from tests.scores.make import edit_results, edit_sample, results_file, samples_f
 from vexport.errors import InputError
 from vexport.judge.pairs import TaskPair, gated_tasks, pair_metrics
 from vexport.judge.verdict import decide
-from vexport.scores.results import Results, read_results
+from vexport.scores.readers.lm_eval import read_lm_eval
+from vexport.scores.table import ScoreTable
 
 
-def gates(baseline: Results, candidate: Results) -> list[TaskPair]:
+def gates(baseline: ScoreTable, candidate: ScoreTable) -> list[TaskPair]:
     return list(gated_tasks(baseline, candidate, {}))
 
 
 def test_answers_are_readable(lm_eval_runs: Path) -> None:
     """Prompts, targets and answers are read as text, for generation and for multiple choice."""
-    results = read_results(lm_eval_runs / "baseline")
+    results = read_lm_eval(lm_eval_runs / "baseline")
     assert set(results.tasks) == {"sums", "choices", "near"}
-    generated, chosen = (results.tasks[name].samples["none", 25, 0] for name in ("sums", "choices"))
+    generated, chosen = (results.tasks[name].rows["none", 25, 0] for name in ("sums", "choices"))
     assert (generated.prompt, generated.target, generated.shown_text) == ("5 + 1 =", "6", "6")
     assert (chosen.prompt, chosen.target, chosen.shown_text) == ("5 + 1 =", "6", "6")
-    assert results.tasks["choices"].samples["none", 0, 0].shown_text == "none of them"
+    assert results.tasks["choices"].rows["none", 0, 0].shown_text == "none of them"
     # Exact match comes before acc.
     metrics = {p.task: p.metric for p in gates(results, results)}
     assert metrics == {"sums": "exact_match", "choices": "acc", "near": "nearness"}
 
 
 def test_means_equal_lm_evals(lm_eval_runs: Path) -> None:
-    results = read_results(lm_eval_runs / "worse")
+    results = read_lm_eval(lm_eval_runs / "worse")
     content = json.loads(results.file.read_text())["results"]
     pairs = [p for task in results.tasks.values() for p in pair_metrics(task, task)]
     names = {f"{p.task} {p.metric}" for p in pairs}
@@ -50,18 +51,18 @@ def test_huge_numbers_are_read(copies: Path) -> None:
     first, *others = file.read_text().splitlines()
     values = {"target": "9" * 5000, "filtered_resps": [["no number"], [10**400]]}
     file.write_text("\n".join([json.dumps(json.loads(first) | values), *others]) + "\n")
-    tasks = read_results(copies / "twin").tasks
-    assert tasks["sums"].samples["none", 0, 0].scores["exact_match"] == math.inf
-    chosen = tasks["choices"].samples["none", 0, 0]
+    tasks = read_lm_eval(copies / "twin").tasks
+    assert tasks["sums"].rows["none", 0, 0].scores["exact_match"] == math.inf
+    chosen = tasks["choices"].rows["none", 0, 0]
     assert (chosen.target, chosen.compared_text) == ("9" * 5000, "0")
 
 
 def test_newest_run_is_read(copies: Path) -> None:
-    folder = read_results(copies / "twin").file.parent
+    folder = read_lm_eval(copies / "twin").file.parent
     for file in list(folder.iterdir()):
         stem, _, date = file.name.rpartition("_20")
         shutil.copy(file, folder / f"{stem}_19{date}")
-    assert "_20" in read_results(copies / "twin").file.name
+    assert "_20" in read_lm_eval(copies / "twin").file.name
 
 
 def make_grouped(content: dict[str, Any]) -> None:
@@ -77,7 +78,7 @@ def test_aggregated_group_is_one_task(copies: Path) -> None:
         sums = samples_file(copies / name)
         shutil.copy(sums, sums.with_name(sums.name.replace("sums", "more")))
         edit_results(copies / name, make_grouped)
-    pairs = gates(read_results(copies / "baseline"), read_results(copies / "twin"))
+    pairs = gates(read_lm_eval(copies / "baseline"), read_lm_eval(copies / "twin"))
     assert {p.task: len(p.gain) for p in pairs} == {"all": 800, "choices": 400, "near": 400}
 
 

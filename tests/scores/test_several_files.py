@@ -11,7 +11,7 @@ from tests.texts import assert_contains
 from vexport.errors import InputError
 from vexport.judge.verdict import decide
 from vexport.records import Verdict
-from vexport.scores.results import read_results
+from vexport.scores.readers.lm_eval import read_lm_eval
 
 RIGHT = [1.0] * 200
 LOST = [1.0] * 150 + [0.0] * 50
@@ -89,7 +89,7 @@ def test_unrecorded_numbers_of_documents_are_counted(tmp_path: Path) -> None:
         content = json.loads(file.read_text())
         del content["n-samples"]
         file.write_text(json.dumps(content))
-    (warning,) = read_results(tmp_path).replaced
+    (warning,) = read_lm_eval(tmp_path).replaced
     assert_contains(warning, "a: judged on 70 of 200 documents")
 
 
@@ -97,10 +97,10 @@ def test_repeated_task_is_read_from_its_newest_file(tmp_path: Path) -> None:
     write(tmp_path, "a", LOST)
     write(tmp_path, "b", RIGHT)
     write(tmp_path, "a", RIGHT, day=2)
-    results = read_results(tmp_path)
+    results = read_lm_eval(tmp_path)
     assert results.replaced == ()
     assert "11-02" in results.tasks["a"].file.name
-    assert {sample.scores["acc"] for sample in results.tasks["a"].samples.values()} == {1.0}
+    assert {sample.scores["acc"] for sample in results.tasks["a"].rows.values()} == {1.0}
 
 
 def test_settings_are_compared_by_task(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_files_of_two_models_are_refused(tmp_path: Path, change: dict[str, str])
     write(tmp_path, "a", RIGHT)
     write(tmp_path, "b", RIGHT, day=2, **change)
     with pytest.raises(InputError, match="results of 2 models") as caught:
-        read_results(tmp_path)
+        read_lm_eval(tmp_path)
     assert_contains(str(caught.value), *change.values())
 
 
@@ -139,7 +139,7 @@ def test_missing_documents_of_a_later_trial_are_found(side: str, tmp_path: Path)
 def test_slash_after_a_path_names_the_same_model(tmp_path: Path) -> None:
     for day, (task, slash) in enumerate((("a", ""), ("b", "/")), 1):
         write(tmp_path, task, RIGHT, day=day, pretrained=f"/data/small{slash}")
-    assert [*read_results(tmp_path).tasks] == ["a", "b"]
+    assert [*read_lm_eval(tmp_path).tasks] == ["a", "b"]
 
 
 def test_missing_task_is_named(tmp_path: Path) -> None:

@@ -15,11 +15,16 @@ from pydantic import JsonValue
 
 from vexport.errors import InputError, InputErrors, raise_all, shown
 from vexport.inference.tasks import require_known
-from vexport.judge.accepted import Accepted, gate_contradictions, read_accepted
 from vexport.scenario import Evaluate, Serve
 from vexport.scenario.evaluate import ResponseSettings
 from vexport.scenario.reading import problems_at
 from vexport.scenario.serve import with_options
+from vexport.scores.readers.accepted import (
+    Accepted,
+    choice_of,
+    gate_contradictions,
+    read_accepted,
+)
 from vexport.scores.settings import (
     ARGUMENT,
     CHAT_TEMPLATE,
@@ -161,7 +166,9 @@ def _contradictions(
             need = f"{_text(old)}, as in {file}"
             yield InputError(f"{command}: {key}", got=_text(value), need=need, fix=_FIX)
     gate = named.get("gate")
-    for problem in gate_contradictions(accepted, gate) if isinstance(gate, Mapping) else ():
+    for problem in (
+        gate_contradictions(choice_of(accepted), gate) if isinstance(gate, Mapping) else ()
+    ):
         yield InputError(
             f"{command}: gate", got=problem.got, need=f"{problem.need} in {file}", fix=problem.fix
         )

@@ -20,8 +20,7 @@ from vexport.judge.resampling import (
     grouped_sums,
 )
 from vexport.judge.statistics import Clusters, Interval, student_quantile, tango_interval
-from vexport.scores.aggregates import Measure, NotReadable, Table
-from vexport.scores.table import Scores
+from vexport.scores.aggregates import Measure, NotReadable, Scores, Table
 
 LEAST_DOCUMENTS = 8
 """Minimum number of documents for PASS. Fewer documents do not represent other documents."""

@@ -44,7 +44,7 @@ from vexport.records import (
     Verdict,
 )
 from vexport.scenario import Evaluate
-from vexport.scores.table import Scores
+from vexport.scores.aggregates import Scores
 
 MIN_ROWS = 8
 """Minimum number of rows for PASS or FAIL. Fewer rows do not represent other text."""

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from vexport.records import AnswerCounts
+from vexport.scores.aggregates import Scores
 from vexport.scores.endings import MAJORITY, Ending
-from vexport.scores.table import Scores
 
 Marks = NDArray[np.bool_]
 MIN_WARNED_SHARE = 0.01

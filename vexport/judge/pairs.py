@@ -16,19 +16,19 @@ from vexport.foreign import LARGEST_SCORE
 from vexport.inference.questions import HASHES
 from vexport.judge.corpus import CorpusComparison, compare_corpora
 from vexport.judge.statistics import MIN_CLUSTERS, Clusters
-from vexport.records.chosen_metric import direction_name, parse_chosen_metric
-from vexport.records.margin import Unit
+from vexport.records.chosen_metric import Choice, direction_name, parse_chosen_metric
+from vexport.records.margin import EVERY_TASK, Unit
 from vexport.scores.aggregates import (
     NEEDS_SACREBLEU,
     NotReadable,
+    Scores,
     Table,
     log_likelihood_table,
     tabulate,
 )
 from vexport.scores.metrics import WHOLE_CORPUS, is_no_share
-from vexport.scores.results import Results, Sample, TaskSamples
 from vexport.scores.settings import changed_settings
-from vexport.scores.table import Scores
+from vexport.scores.table import Row, ScoreTable, TaskTable
 
 PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")
 """The first of these metrics that a task has is the metric that decides.
@@ -44,9 +44,6 @@ If a task has none of these metrics, its first metric of the first available kin
 Within a kind, metrics for which higher is better come first. If a metric has several filters, the
 task's first filter is used.
 """
-EVERY_TASK = "*"
-Choice = Mapping[str, str]
-"""Task or group (or `*` for every task that has the metric) -> METRIC[:higher|:lower][,FILTER]."""
 # Metrics of lm-eval with a value from 0 to 1 for each document.
 SHARES = frozenset(("acc", "acc_norm", "acc_bytes", "exact_match"))
 # Maximum relative difference between a recorded aggregate and the same aggregate computed here.
@@ -81,7 +78,7 @@ class TaskPair:
     metric: str
     filter: str
     sign: int
-    documents: tuple[tuple[Sample, Sample], ...]
+    documents: tuple[tuple[Row, Row], ...]
     baseline: Scores
     candidate: Scores
     clusters: Clusters | None = None
@@ -96,7 +93,7 @@ class TaskPair:
     @cached_property
     def seeds(self) -> int:
         """Number of responses to each document."""
-        return 1 + max(sample.seed for sample, _ in self.documents)
+        return 1 + max(row.seed for row, _ in self.documents)
 
     @property
     def unit(self) -> Unit:
@@ -231,8 +228,10 @@ class TaskPair:
         return self.metric, self.filter, self.sign, self.own_unit
 
 
-def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[TaskPair, ...]:
-    """Return the deciding pair of each task. Both results have the same tasks.
+def gated_tasks(
+    baseline: ScoreTable, candidate: ScoreTable, choice: Choice
+) -> tuple[TaskPair, ...]:
+    """Return the deciding pair of each task. Both tables have the same tasks.
 
     A group with an aggregate in lm-eval counts as one task.
 
@@ -242,6 +241,8 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
         InputError: If the runs have different documents, if a task has no metric that can decide,
         or if no task has the chosen metric. The error lists the problems of all tasks.
     """
+    if baseline.identity is not None:
+        baseline, candidate = _with_accepted_questions(baseline, candidate)
     units = dict(_tasks_and_groups(baseline))
     fix = "name one of these; for tasks in a group, name the group"
     raise_all(
@@ -280,9 +281,66 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
     )
 
 
+def _with_accepted_questions(
+    baseline: ScoreTable, candidate: ScoreTable
+) -> tuple[ScoreTable, ScoreTable]:
+    """Return an accepted baseline with all columns that it lacks, and the rows to pair with it.
+
+    The questions are the same, so these columns are the candidate's.
+
+    Raises:
+        InputError: If a document is missing in one of the two, or if a question differs. The error
+        names all tasks with such a problem.
+    """
+    where = str(candidate.file)
+    pairs = attempt_all(
+        (where, partial(_accepted_and_now, where, old, candidate.tasks[name]))
+        for name, old in baseline.tasks.items()
+    )
+    old, new = ({side.task: side for side in sides} for sides in zip(*pairs, strict=True))
+    return replace(baseline, tasks=old), replace(candidate, tasks=new)
+
+
+def _accepted_and_now(where: str, old: TaskTable, now: TaskTable) -> tuple[TaskTable, TaskTable]:
+    where = f"{where}: task {old.task}"
+    accepted = {row.doc_id: row for row in old.rows.values()}
+    first = next(iter(accepted.values()))
+    (metric,) = first.scores
+    rows = sorted(now.after(first.filter), key=lambda row: row.number)
+    complete = all(metric in row.scores and row.doc_id in accepted for row in rows)
+    if not complete or not rows or len(rows) != len(accepted):
+        got = f"{len(rows)} documents with {metric},{first.filter}"
+        fix = "evaluate with the same --limit, or accept it again"
+        if now.larger is not None and len(rows) < len(accepted):
+            fix = f"give {now.larger}, which is older and has more documents of the task"
+        raise InputError(where, got=got, need=f"the {len(accepted)} that were accepted", fix=fix)
+    for row in rows:
+        if accepted[row.doc_id].digest != row.digest:
+            changed = changed_settings(old.fingerprint, now.fingerprint, old.task)
+            got = (
+                f"another question in document {row.doc_id} (changed since it was "
+                f"accepted: {', '.join(changed) or 'nothing known'})"
+            )
+            fix = "evaluate as before, or accept it again"
+            raise InputError(where, got=got, need="the accepted questions", fix=fix)
+    now = replace(now, rows={row.key: row for row in rows})
+    kept = {row.key: _with_question_of(row, accepted[row.doc_id]) for row in rows}
+    return replace(now, rows=kept, higher_is_better=old.higher_is_better, aggregates={}), now
+
+
+def _with_question_of(row: Row, accepted: Row) -> Row:
+    return replace(
+        row,
+        scores=accepted.scores,
+        ending=accepted.ending,
+        shown_text=accepted.shown_text,
+        compared_text=None,
+    )
+
+
 def with_directions(
-    baseline: Results, candidate: Results, units: Mapping[str, Sequence[str]], choice: Choice
-) -> tuple[Results, Results]:
+    baseline: ScoreTable, candidate: ScoreTable, units: Mapping[str, Sequence[str]], choice: Choice
+) -> tuple[ScoreTable, ScoreTable]:
     """Return both results with the directions that `choice` states.
 
     `units` maps each task or group to its tasks.
@@ -311,7 +369,7 @@ def with_directions(
     return left, right
 
 
-def _with_stated(results: Results, stated: Mapping[str, Mapping[str, bool]]) -> Results:
+def _with_stated(results: ScoreTable, stated: Mapping[str, Mapping[str, bool]]) -> ScoreTable:
     """Return results with stated directions, by task and metric."""
     tasks = {
         name: replace(task, higher_is_better={**task.higher_is_better, **stated.get(name, {})})
@@ -320,15 +378,15 @@ def _with_stated(results: Results, stated: Mapping[str, Mapping[str, bool]]) -> 
     return replace(results, tasks=tasks) if stated else results
 
 
-def _available(members: Sequence[str], results: Results) -> int | None:
+def _available(members: Sequence[str], results: ScoreTable) -> int | None:
     """Return the number of documents in these whole tasks, or None if it was not recorded."""
-    sizes = [results.full_sizes.get(member) for member in members]
+    sizes = [results.tasks[member].full_size for member in members]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 
 
 def _no_such_gate(
-    where: str, wanted: str, pairs: Sequence[TaskPair], results: Results, members: Sequence[str]
+    where: str, wanted: str, pairs: Sequence[TaskPair], results: ScoreTable, members: Sequence[str]
 ) -> InputError:
     """Build the error for a chosen metric that the tasks do not have, or that cannot decide.
 
@@ -352,7 +410,7 @@ def _no_such_gate(
     )
 
 
-def _tasks_and_groups(results: Results) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _tasks_and_groups(results: ScoreTable) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield (name, tasks) for lm-eval's groups, then for the tasks outside of groups.
 
     If two groups share a task, only the first group is used.
@@ -366,7 +424,7 @@ def _tasks_and_groups(results: Results) -> Iterator[tuple[str, tuple[str, ...]]]
 
 
 def _metric_pairs(
-    name: str, members: Sequence[str], baseline: Results, candidate: Results
+    name: str, members: Sequence[str], baseline: ScoreTable, candidate: ScoreTable
 ) -> list[TaskPair]:
     """Return the pairs of every metric of a task.
 
@@ -378,7 +436,7 @@ def _metric_pairs(
                 baseline.tasks[member],
                 candidate.tasks[member],
                 changed=changed_settings(
-                    baseline.fingerprint_of(member), candidate.fingerprint_of(member), member
+                    baseline.tasks[member].fingerprint, candidate.tasks[member].fingerprint, member
                 ),
             )
         )
@@ -414,7 +472,7 @@ def _metric_pairs(
     raise InputError(where, got=got, need="one number a document", fix=fix)
 
 
-def _other_metrics(members: Sequence[str], baseline: Results, candidate: Results) -> str:
+def _other_metrics(members: Sequence[str], baseline: ScoreTable, candidate: ScoreTable) -> str:
     """Describe the metrics of both runs. Return "" if these are equal or a run has none."""
     old, new = (
         sorted({name for member in members for name in _metric_names(run.tasks[member])})
@@ -425,11 +483,11 @@ def _other_metrics(members: Sequence[str], baseline: Results, candidate: Results
     return f"the metrics {', '.join(new)}, and the baseline's are {', '.join(old)}"
 
 
-def _metric_names(task: TaskSamples) -> set[str]:
-    return {name for sample in task.samples.values() for name in (*sample.scores, *sample.values)}
+def _metric_names(task: TaskTable) -> set[str]:
+    return {name for row in task.rows.values() for name in (*row.scores, *row.values)}
 
 
-def _require_sacrebleu(metrics: Sequence[str], results: Results, members: Sequence[str]) -> None:
+def _require_sacrebleu(metrics: Sequence[str], results: ScoreTable, members: Sequence[str]) -> None:
     """Raise MissingPackage if one of the metrics needs sacrebleu and it is not installed."""
     for member in members:
         task = results.tasks[member]
@@ -459,7 +517,7 @@ def _preference(pair: TaskPair) -> tuple[int, bool, bool, bool]:
 
 
 def pair_metrics(
-    left: TaskSamples, right: TaskSamples, *, changed: Sequence[str] = ()
+    left: TaskTable, right: TaskTable, *, changed: Sequence[str] = ()
 ) -> Iterator[TaskPair]:
     """Yield a pair for every (metric, filter) of a task.
 
@@ -478,11 +536,9 @@ def pair_metrics(
     left, right = replace(left, higher_is_better=both), replace(right, higher_is_better=both)
     right = _with_ids_of(left, right)
     _require_equal_documents(left, right, ", ".join(changed) or "nothing known")
-    for filter_name in dict.fromkeys(key[0] for key in left.samples):
+    for filter_name in dict.fromkeys(key[0] for key in left.rows):
         pairs = tuple(
-            (sample, right.samples[key])
-            for key, sample in left.samples.items()
-            if key[0] == filter_name
+            (row, right.rows[key]) for key, row in left.rows.items() if key[0] == filter_name
         )
         for metric in pairs[0][0].scores:
             if all(metric in x.scores and metric in y.scores for x, y in pairs):
@@ -541,7 +597,7 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
     )
 
 
-def _with_ids_of(left: TaskSamples, right: TaskSamples) -> TaskSamples:
+def _with_ids_of(left: TaskTable, right: TaskTable) -> TaskTable:
     """Replace the document ids of `right` by the ids of the same documents (`doc_hash`) in `left`.
 
     lm-eval writes wrong ids if the ids in `--samples` are not in ascending order. `right` is
@@ -553,8 +609,8 @@ def _with_ids_of(left: TaskSamples, right: TaskSamples) -> TaskSamples:
     """
     old, new = _by_content(left), _by_content(right)
     shifted = old.keys() == new.keys() and any(
-        key not in left.samples or left.samples[key].hashes[0] != sample.hashes[0]
-        for key, sample in right.samples.items()
+        key not in left.rows or left.rows[key].hashes[0] != row.hashes[0]
+        for key, row in right.rows.items()
     )
     if not shifted:
         return right
@@ -562,7 +618,7 @@ def _with_ids_of(left: TaskSamples, right: TaskSamples) -> TaskSamples:
     if any(len(old[key]) != len(samples) for key, samples in new.items()):
         return right
     if doubled:
-        first, second = (sample.doc_id for sample in doubled[0][:2])
+        first, second = (row.doc_id for row in doubled[0][:2])
         got = (
             f"other document ids than the baseline's, and documents {first} and {second} are "
             f"the same"
@@ -571,20 +627,20 @@ def _with_ids_of(left: TaskSamples, right: TaskSamples) -> TaskSamples:
         where = f"{right.file}: task {left.task}"
         raise InputError(where, got=got, need="documents that can be paired by doc_hash", fix=fix)
     renumbered = (replace(new[key][0], doc_id=samples[0].doc_id) for key, samples in old.items())
-    return replace(right, samples={sample.key: sample for sample in renumbered})
+    return replace(right, rows={row.key: row for row in renumbered})
 
 
-def _by_content(task: TaskSamples) -> dict[tuple[str, str, int], list[Sample]]:
+def _by_content(task: TaskTable) -> dict[tuple[str, str, int], list[Row]]:
     """Return a task's samples by filter, doc_hash and seed."""
-    found: dict[tuple[str, str, int], list[Sample]] = {}
-    for sample in task.samples.values():
-        found.setdefault((sample.filter, sample.hashes[0], sample.seed), []).append(sample)
+    found: dict[tuple[str, str, int], list[Row]] = {}
+    for row in task.rows.values():
+        found.setdefault((row.filter, row.hashes[0], row.seed), []).append(row)
     return found
 
 
-def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str) -> None:
+def _require_equal_documents(left: TaskTable, right: TaskTable, changed: str) -> None:
     for first, other in ((left, right), (right, left)):
-        lost = [key for key in first.samples if key not in other.samples]
+        lost = [key for key in first.rows if key not in other.rows]
         if lost:
             filter_name, doc_id, seed = lost[0]
             which = f"response {seed} to document {doc_id}" if seed else f"document {doc_id}"
@@ -597,15 +653,13 @@ def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str
             raise InputError(
                 f"{other.file}: task {first.task}", got=got, need="the same documents", fix=fix
             )
-    for key, sample in left.samples.items():
-        twin = right.samples[key]
-        for hash_name, ours, theirs in zip(HASHES, sample.hashes, twin.hashes, strict=True):
+    for key, row in left.rows.items():
+        twin = right.rows[key]
+        for hash_name, ours, theirs in zip(HASHES, row.hashes, twin.hashes, strict=True):
             if ours != theirs:
-                where = f"{right.file}: task {left.task}, document {sample.doc_id}"
+                where = f"{right.file}: task {left.task}, document {row.doc_id}"
                 prompts = (
-                    _first_difference(sample.prompt, twin.prompt)
-                    if hash_name == "prompt_hash"
-                    else ""
+                    _first_difference(row.prompt, twin.prompt) if hash_name == "prompt_hash" else ""
                 )
                 differ = prompts or f"{hash_name} {theirs[:12]}, the baseline has {ours[:12]}"
                 got = f"{differ} (also different: {changed})"
@@ -641,7 +695,7 @@ def _first_difference(ours: str, theirs: str) -> str:
 
 
 def _pair(
-    task: TaskSamples, other: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ...]
+    task: TaskTable, other: TaskTable, metric: str, pairs: tuple[tuple[Row, Row], ...]
 ) -> TaskPair:
     left, right = (
         np.array([pair[side].scores[metric] for pair in pairs], dtype=np.float64) for side in (0, 1)
@@ -685,18 +739,18 @@ def _pair(
         return replace(pair, sign=sign, own_unit=table.unit, undecided=str(error))
 
 
-def _documents_as_clusters(pairs: Sequence[tuple[Sample, Sample]]) -> Clusters | None:
+def _documents_as_clusters(pairs: Sequence[tuple[Row, Row]]) -> Clusters | None:
     """Return the document's number for each response.
 
     Return None if each document has a single response.
     """
-    if not any(sample.seed for sample, _ in pairs):
+    if not any(row.seed for row, _ in pairs):
         return None
-    return np.unique([sample.doc_id for sample, _ in pairs], return_inverse=True)[1]
+    return np.unique([row.doc_id for row, _ in pairs], return_inverse=True)[1]
 
 
 def _corpus_pair(
-    task: TaskSamples, other: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ...]
+    task: TaskTable, other: TaskTable, metric: str, pairs: tuple[tuple[Row, Row], ...]
 ) -> TaskPair:
     """Return the pair of a metric that lm-eval computes from all documents at once.
 
@@ -749,14 +803,14 @@ def _with_corpus(pair: TaskPair, table: Table) -> TaskPair:
     )
 
 
-def _require_recorded(task: TaskSamples, metric: str, filter_name: str, value: float) -> None:
+def _require_recorded(task: TaskTable, metric: str, filter_name: str, value: float) -> None:
     """Raise NotReadable if lm-eval recorded another value of the metric.
 
     The check runs only if the task's configuration does not list the metric. Then the task may be
     Python code with another aggregation for a metric of the same name.
     """
     recorded = task.aggregates.get(f"{metric},{filter_name}")
-    if metric in task.metric_list or recorded is None:
+    if metric in task.aggregations or recorded is None:
         return
     if not math.isclose(recorded, value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
         raise NotReadable(f"lm-eval recorded {recorded}, and its documents give {value}")

@@ -28,7 +28,7 @@ from vexport.inference.row_scores import NO_TOKEN
 from vexport.inference.text_scores import REPEATED_PREFIX, rows_to_repeat
 from vexport.judge.drift import least_kl
 from vexport.numerics.metrics import kl_divergence
-from vexport.scores.table import Scores
+from vexport.scores.aggregates import Scores
 
 FIRST_BUCKET_END = KL_TOKENS
 """End of the first bucket: the tokens with log-probabilities of the whole vocabulary."""

@@ -12,7 +12,7 @@ import numpy as np
 from vexport.errors import clip
 from vexport.judge.pairs import TaskPair
 from vexport.records.values import join_limited
-from vexport.scores.results import Sample
+from vexport.scores.table import Row
 
 MIN_SHARE = 0.9
 """Minimum share of a response in the responses of both models, for a warning."""
@@ -44,7 +44,7 @@ def _same_response(pair: TaskPair) -> str:
     count = len(pair.documents)
     if count < _MIN_RESPONSES:
         return ""
-    sides = [[_response(sample) for sample in side] for side in zip(*pair.documents, strict=True)]
+    sides = [[_response(row) for row in side] for side in zip(*pair.documents, strict=True)]
     found, times = Counter(sides[0]).most_common(1)[0]
     if found is None or min(times, sides[1].count(found)) < MIN_SHARE * count:
         return ""
@@ -56,14 +56,14 @@ def _same_response(pair: TaskPair) -> str:
     return clip(repr(first.shown_text), _MAX_SHOWN)
 
 
-def _response(sample: Sample) -> str | None:
+def _response(row: Row) -> str | None:
     """Return the response to compare, or None if it was not kept or not given.
 
     Empty responses and responses without an answer have warnings of their own.
     """
-    is_lost = sample.ending is not None and sample.ending.state in ("empty", "unparsed")
-    is_scored_text = sample.log_likelihood is not None
-    return None if is_lost or is_scored_text else sample.compared_text
+    is_lost = row.ending is not None and row.ending.state in ("empty", "unparsed")
+    is_scored_text = row.log_likelihood is not None
+    return None if is_lost or is_scored_text else row.compared_text
 
 
 def _is_correct(pair: TaskPair, is_given: Sequence[bool]) -> bool:
@@ -72,10 +72,10 @@ def _is_correct(pair: TaskPair, is_given: Sequence[bool]) -> bool:
     The targets show it if they were kept. For options and without targets, the scores show it:
     `is_given` marks the documents with the same response, and their scores would all be alike.
     """
-    samples = [old for old, _ in pair.documents]
-    if all(sample.target for sample in samples) and not any(sample.options for sample in samples):
-        targets = Counter(sample.target for sample in samples)
-        return targets.most_common(1)[0][1] >= MIN_SHARE * len(samples)
+    rows = [old for old, _ in pair.documents]
+    if all(row.target for row in rows) and not any(row.options for row in rows):
+        targets = Counter(row.target for row in rows)
+        return targets.most_common(1)[0][1] >= MIN_SHARE * len(rows)
     scores = pair.baseline[np.array(is_given)]
     is_right = scores > 0 if pair.sign > 0 else scores <= 0
     return float(is_right.mean()) >= MIN_SHARE

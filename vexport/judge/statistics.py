@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy import optimize, special, stats
 
 from vexport.judge.resampling import MOST_DRAWN, RESAMPLES, bca_bounds, resampled_ratio
-from vexport.scores.table import Scores
+from vexport.scores.aggregates import Scores
 
 POWER = 0.8
 """Probability that a planned number of documents settles the question (the usual 80 %)."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from vexport.errors import InputError, raise_all
 from vexport.inference.tasks import TaskMetrics
-from vexport.judge.accepted import Accepted, choice_of, stored_scores
 from vexport.judge.margin_checks import unknown_names, wrong_kind
 from vexport.judge.pairs import PREFERRED_METRICS, SHARES
 from vexport.records.chosen_metric import parse_chosen_metric
@@ -21,6 +20,7 @@ from vexport.scores.metrics import (
     MEANS,
     is_no_share,
 )
+from vexport.scores.table import ScoreTable
 
 _NOT_SHARES = WHOLE_CORPUS_AGGREGATIONS | LOG_LIKELIHOODS
 
@@ -46,7 +46,7 @@ def require_valid_settings(settings: Evaluate, tasks: Sequence[TaskMetrics] | No
 
 
 def require_valid_against(
-    margin: MarginSetting, tasks: Sequence[TaskMetrics] | None, accepted: Accepted
+    margin: MarginSetting, tasks: Sequence[TaskMetrics] | None, accepted: ScoreTable
 ) -> None:
     """Raise InputError if a margin or a task does not fit the accepted baseline.
 
@@ -55,7 +55,7 @@ def require_valid_against(
     tasks. `tasks` are all tasks of the evaluation, or None if their metrics are not known yet.
     """
     margins = Margins.read(margin)
-    gates = choice_of(accepted)
+    gates = accepted.gates
     problems = [
         *unknown_names("margin", margins.by_task, [*gates]),
         *_missing_metrics(tasks or (), accepted),
@@ -68,27 +68,28 @@ def require_valid_against(
     raise_all(problems)
 
 
-def _missing_metrics(tasks: Sequence[TaskMetrics], accepted: Accepted) -> Iterator[InputError]:
+def _missing_metrics(tasks: Sequence[TaskMetrics], accepted: ScoreTable) -> Iterator[InputError]:
     """Yield an error for each task that certainly lacks the accepted metric."""
     for task in tasks:
         old = accepted.tasks.get(task.name)
-        if old is not None and _certainly_lacks(task, old.metric):
+        metrics = next(iter(old.rows.values())).scores if old is not None else ()
+        for metric in (metric for metric in metrics if _certainly_lacks(task, metric)):
             yield InputError(
                 f"task {task.name}",
                 got=f"the metrics {', '.join(task.metrics)}",
-                need=f"the accepted metric {old.metric}",
+                need=f"the accepted metric {metric}",
                 fix="restore the task's file, or accept the baseline again",
             )
 
 
-def _is_accepted_share(accepted: Accepted, name: str, metric: str) -> bool | None:
+def _is_accepted_share(accepted: ScoreTable, name: str, metric: str) -> bool | None:
     """Return whether an accepted metric is a share, or None if only the responses show it."""
     if metric in SHARES:
         return True
     members = accepted.groups.get(name, (name,))
     for member in members:
-        for score, _ in stored_scores(accepted.tasks[member]).values():
-            if not 0 <= score <= 1:
+        for row in accepted.tasks[member].rows.values():
+            if not all(0 <= score <= 1 for score in row.scores.values()):
                 return False
     return False if is_no_share(metric) else None
 

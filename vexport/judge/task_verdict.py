@@ -30,8 +30,8 @@ from vexport.judge.worst_candidate import with_worst_candidate
 from vexport.records import AnswerCounts, Comparison, Flip, Outcome, Score, TaskVerdict
 from vexport.records.margin import Margin, Margins, outcome_of
 from vexport.records.values import plural
+from vexport.scores.aggregates import Scores
 from vexport.scores.endings import Ending
-from vexport.scores.table import Scores
 
 MAX_FLIPS = 50
 """Maximum number of changed documents shown for each task."""

@@ -25,17 +25,9 @@ from types import MappingProxyType
 
 from vexport.errors import InputError, raise_all
 from vexport.errors.extras import attempt_all
-from vexport.inference.repeated import read_repeated, require_deterministic
-from vexport.judge.accepted import (
-    describe_accepted,
-    gate_contradictions,
-    is_accepted,
-    pair_with,
-    read_accepted,
-    select_accepted,
-)
+from vexport.inference.repeated import require_deterministic
 from vexport.judge.margin_checks import margin_changes, require_fitting
-from vexport.judge.pairs import Choice, TaskPair, gated_tasks, pool
+from vexport.judge.pairs import TaskPair, gated_tasks, pool
 from vexport.judge.same_response import same_response_warnings
 from vexport.judge.task_verdict import (
     compare_task,
@@ -44,15 +36,20 @@ from vexport.judge.task_verdict import (
     margin_amount,
 )
 from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, TextLimit, Verdict
+from vexport.records.chosen_metric import Choice
 from vexport.records.margin import EVERY_TASK, Margins, MarginSetting
 from vexport.records.scale import Scale
 from vexport.records.values import about, join_limited, plural
-from vexport.scores.harnesses import read_any_results
-from vexport.scores.results import Results, read_results
+from vexport.scores.readers.accepted import gate_contradictions, read_accepted_table
+from vexport.scores.readers.lm_eval import read_lm_eval
+from vexport.scores.reading import read_baseline, read_scores
 from vexport.scores.settings import MAX_NAMED, changes_by_task, device_of
-from vexport.scores.shared_tasks import SharedTasks, shared_tasks
+from vexport.scores.shared_tasks import shared_tasks
+from vexport.scores.table import ScoreTable
 
 NO_CHOICE: Choice = MappingProxyType({})
+# What the two sides of a change are called, without and with an accepted baseline.
+_WHERE = (("in the baseline", "in the results"), ("when the baseline was accepted", "now"))
 
 
 @contextmanager
@@ -93,63 +90,37 @@ def decide(
         InputError: If the runs cannot be compared.
         EnvironmentFault: If the engine is not deterministic: repeated responses differ too often.
     """
-    margins = Margins.read(margin)
-    changes: tuple[str, ...] = ()
-    if is_accepted(baseline):
-        right = read_any_results(candidate, tasks)
-        if right.harness != "lm-eval":
-            got, fix = f"results of {right.harness}", "give lm-eval's results"
-            need = "lm-eval's results, as in the accepted baseline"
-            raise InputError(str(candidate), got=got, need=need, fix=fix)
-        repeated = _repeatability_text(right, "candidate", alpha)
-        accepted = read_accepted(baseline)
-        raise_all([*gate_contradictions(accepted, gate)])
-        where, recorded = ("when the baseline was accepted", "now"), accepted.fingerprint
-        members = {each for name in tasks for each in accepted.groups.get(name, (name,))}
-        selected = [name for name in accepted.tasks if not tasks or name in members]
-        known = (*accepted.tasks, *accepted.groups, *right.names)
-        shared = shared_tasks(selected, right.tasks, (baseline, candidate), tasks, known)
-        kept = select_accepted(accepted, shared.names)
-        gates = pair_with(kept, right.only(shared.names), gate)
-        sides = {name: (recorded, right.fingerprint_of(name)) for name in shared.names}
-        replaced: tuple[str, ...] = ()
-        identity = describe_accepted(baseline, accepted)
-        stored = Margins.read(accepted.margin).only([gate.task for gate in gates])
-        if margin is None:
-            margins = stored
-        elif accepted.margin is not None:
-            require_fitting(gates, margins)
-            require_fitting(gates, stored)
-            changes = tuple(margin_changes(gates, margins, stored))
-    else:
-        identity = None
-        left, right = attempt_all(
-            (str(run), partial(read_any_results, run, tasks)) for run in (baseline, candidate)
+    left, right = attempt_all(
+        (
+            (str(baseline), partial(read_baseline, baseline, tasks)),
+            (str(candidate), partial(read_scores, candidate, tasks)),
         )
-        if left.harness != right.harness:
-            got = f"results of {right.harness}, and the baseline's are of {left.harness}"
-            fix = "evaluate both models with the same harness"
-            raise InputError(str(candidate), got=got, need="results of a single harness", fix=fix)
-        repeated = _repeatability_text(left, "baseline", alpha)
-        repeated += _repeatability_text(right, "candidate", alpha)
-        where, recorded = ("in the baseline", "in the results"), left.fingerprint
-        known = (*left.names, *right.names)
-        shared = shared_tasks(left.tasks, right.tasks, (baseline, candidate), tasks, known)
-        gates = gated_tasks(left.only(shared.names), right.only(shared.names), gate)
-        sides = {
-            name: (left.fingerprint_of(name), right.fingerprint_of(name)) for name in shared.names
-        }
-        replaced = left.replaced
+    )
+    if left.harness != right.harness:
+        got = f"results of {right.harness}, and the baseline's are of {left.harness}"
+        fix = "evaluate both models with the same harness"
+        raise InputError(str(candidate), got=got, need="results of a single harness", fix=fix)
+    repeated = _repeatability_text(left, "baseline", alpha)
+    repeated += _repeatability_text(right, "candidate", alpha)
+    raise_all([*gate_contradictions(left.gates, gate)])
+    names, missing = shared_tasks(left, right, (baseline, candidate), tasks)
+    gates = gated_tasks(left.only(names), right.only(names), gate)
+    stored = Margins.read(left.margin).only([gate.task for gate in gates])
+    margins = stored if margin is None else Margins.read(margin)
     require_fitting(gates, margins)
+    require_fitting(gates, stored)
     verdict = judge(gates, margins=margins, alpha=alpha, prompting=right.prompting)
-    verdict = _without_missing_tasks(verdict, shared)
+    verdict = _without_missing_tasks(verdict, missing)
     warnings = (
-        *changes,
+        *(margin_changes(gates, margins, stored) if left.margin is not None else ()),
         *same_response_warnings(gates),
         *_direction_warnings(verdict),
-        *replaced,
+        *left.replaced,
         *right.replaced,
-        *changes_by_task(sides, where=where),
+        *changes_by_task(
+            {name: (left.tasks[name].fingerprint, right.tasks[name].fingerprint) for name in names},
+            where=_WHERE[left.identity is not None],
+        ),
         *_lost_warnings(verdict),
         *right.warnings,
     )
@@ -161,16 +132,16 @@ def decide(
         device=device_of(right.fingerprint),
         measured=right.measured_at,
         fingerprint=right.fingerprint,
-        baseline_fingerprint=recorded,
-        accepted=identity,
+        baseline_fingerprint=left.fingerprint,
+        accepted=left.identity,
     )
 
 
-def _without_missing_tasks(verdict: Verdict, shared: SharedTasks) -> Verdict:
+def _without_missing_tasks(verdict: Verdict, missing: Sequence[str]) -> Verdict:
     """Return the verdict with the tasks that a side lacks in its reason. It is no PASS then."""
-    if not shared.missing:
+    if not missing:
         return verdict
-    lacking = "; ".join(shared.missing)
+    lacking = "; ".join(missing)
     if verdict.outcome == "FAIL":
         return replace(verdict, reason=f"{verdict.reason}; {lacking}")
     advice = "evaluate the same tasks, or select some with --task"
@@ -183,8 +154,8 @@ def tasks_without_loss(path: Path, folder: Path, alpha: float) -> Iterator[str]:
 
     `folder` has the results that were accepted.
     """
-    accepted, results = read_accepted(path), read_results(folder)
-    gates = pair_with(accepted, results, NO_CHOICE)
+    accepted, results = read_accepted_table(path), read_lm_eval(folder)
+    gates = gated_tasks(accepted, results, NO_CHOICE)
     margins = Margins.read(accepted.margin)
     require_fitting(gates, margins)
     for task in judge(gates, margins=margins, alpha=alpha, prompting=results.prompting).tasks:
@@ -215,7 +186,7 @@ def _lost_warnings(verdict: Verdict) -> Iterator[str]:
             yield f"{task.task}: {task.lost_answers}"
 
 
-def _repeatability_text(run: Results, side: str, alpha: float) -> str:
+def _repeatability_text(table: ScoreTable, side: str, alpha: float) -> str:
     """Describe how many responses of one model changed when it ran again.
 
     Return "" if no documents were repeated.
@@ -223,11 +194,10 @@ def _repeatability_text(run: Results, side: str, alpha: float) -> str:
     Raises:
         EnvironmentFault: If the engine is not deterministic.
     """
-    folder = run.file.parent if run.file.suffix == ".json" else run.file
-    repeated = read_repeated(folder)
+    repeated = table.repeated
     if repeated is None:
         return ""
-    require_deterministic(folder, repeated, alpha)
+    require_deterministic(table.file.parent, repeated, alpha)
     return f"; {side}, run again: {repeated.changed} of {repeated.documents} responses changed"
 
 

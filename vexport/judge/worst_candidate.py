@@ -10,7 +10,7 @@ import numpy as np
 
 from vexport.judge.corpus import compare_corpora, worst_influence
 from vexport.judge.pairs import TaskPair
-from vexport.scores.table import Scores
+from vexport.scores.aggregates import Scores
 
 
 def with_worst_candidate(pair: TaskPair) -> TaskPair | None:

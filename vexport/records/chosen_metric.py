@@ -1,8 +1,11 @@
 """Metrics that the user chooses for the verdict: METRIC[:higher|:lower][,FILTER]."""
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
+Choice = Mapping[str, str]
+"""Task or group (or `*` for every task that has the metric) -> METRIC[:higher|:lower][,FILTER]."""
 CHOSEN_METRIC_NEED = "METRIC[:higher|:lower][,FILTER], such as acc or wer:lower"
 _DIRECTION = re.compile(r":(higher|lower)(?=,|$)")
 

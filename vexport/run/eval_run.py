@@ -18,18 +18,15 @@ from vexport.inference.endpoint.tokenizer import tokenizer_of
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.inference.requested_tasks import fetch_tasks, require_tasks
 from vexport.inference.tasks import TaskMetrics, named_in_files
-from vexport.judge.accepted import (
-    accept_results,
-    accepted_scores_text,
-    choice_of,
-    lost_answers,
-    read_accepted,
-    require_writable,
-)
 from vexport.judge.accepted_settings import (
     settings_to_store,
 )
-from vexport.judge.comparable_results import read_document_counts, require_comparable_results
+from vexport.judge.accepting import (
+    accept_results,
+    accepted_scores_text,
+    lost_answers,
+    require_writable,
+)
 from vexport.judge.task_settings import require_valid_against, require_valid_settings
 from vexport.judge.verdict import tasks_without_loss
 from vexport.names import ModelRef, ResultFiles, Server
@@ -51,7 +48,9 @@ from vexport.run.stages.serving import (
     serve_candidate,
 )
 from vexport.scenario import Evaluate
+from vexport.scores.comparable_results import read_comparable, require_comparable_results
 from vexport.scores.inputs import evaluation_inputs, named_model
+from vexport.scores.readers.accepted import read_accepted_table
 
 OUTPUT_DIR = "--output-dir"
 
@@ -209,7 +208,7 @@ def _accept_answers(run: Run, accept: Path | None) -> str:
         return ""
     choice: Mapping[str, str] = settings.gate
     if given.against is not None:
-        choice = choice_of(read_accepted(given.against))
+        choice = read_accepted_table(given.against).gates
     folder = run.answers(CANDIDATE)
     stored = settings_to_store(settings, run.options.serve, accept)
     accepted = accept_results(
@@ -329,7 +328,7 @@ def _require_usable(
     _require_comparable(given, settings, options)
     require_run_folder(folder, OUTPUT_DIR)
     if against is not None:
-        read_accepted(against)
+        read_accepted_table(against)
     checkpoints = [ref for ref in refs.values() if not isinstance(ref, ResultFiles | Server)]
     attempt_all(
         [
@@ -355,7 +354,7 @@ def _require_valid_settings(
     if against is None:
         require_valid_settings(settings, tasks)
     else:
-        require_valid_against(settings.margin, tasks, read_accepted(against))
+        require_valid_against(settings.margin, tasks, read_accepted_table(against))
 
 
 def _require_comparable(given: Sequence[Path], settings: Evaluate, options: EngineOptions) -> None:
@@ -366,7 +365,7 @@ def _require_comparable(given: Sequence[Path], settings: Evaluate, options: Engi
     tasks = [exact.get(task, task) for task in settings.tasks]
     for path in given:
         require_comparable_results(
-            read_document_counts(path), tasks, list(exact.values()), settings.limit
+            read_comparable(path), tasks, list(exact.values()), settings.limit
         )
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from vexport.errors import InputError, clip
 from vexport.files import from_json, read_json_object
 from vexport.inference.fingerprint import EMULATED, ENDPOINT, MODEL, TEMPLATE, Fingerprint
-from vexport.judge.accepted import Accepted, describe_accepted, is_accepted, read_accepted
 from vexport.records import (
     AcceptedBaseline,
     Change,
@@ -28,6 +27,7 @@ from vexport.records import (
 from vexport.reports.run_record import Report
 from vexport.run.comparison import compared_run
 from vexport.run.directory import REPORT_FILE, read_report
+from vexport.scores.readers.accepted import Accepted, describe_accepted, is_accepted, read_accepted
 from vexport.scores.settings import changed_names, device_of, display_name, question_settings
 
 _VLLM = "vllm"

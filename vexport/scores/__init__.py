@@ -1,5 +1,5 @@
-"""Read responses to tasks and their scores.
+"""Read the scores of models into one table.
 
-`results.py` reads the folders of lm-eval, and `harnesses.py` the files of other harnesses.
-`settings.py` compares the settings of two runs. `vexport.judge` decides by the scores.
+`table.py` has the table, `reading.py` finds the reader of a file or folder, and `readers/` has the
+readers. `settings.py` compares the settings of two runs. `vexport.judge` decides by the scores.
 """

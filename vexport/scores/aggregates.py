@@ -28,11 +28,11 @@ from vexport.errors.extras import is_installed
 from vexport.foreign import LARGEST_SCORE
 from vexport.records import Json
 from vexport.records.margin import Unit
-from vexport.scores.table import Scores
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.base import Metric
 
+Scores = NDArray[np.float64]
 Marks = NDArray[np.bool_]
 Labels = NDArray[np.int64]
 Measure = Callable[[Scores], Scores]

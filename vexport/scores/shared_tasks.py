@@ -1,39 +1,30 @@
 """Find the tasks that both sides of a verdict have."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from vexport.errors import InputError, nearest_hint, raise_all
 from vexport.records.values import join_limited
 from vexport.scores.settings import MAX_NAMED
-
-
-@dataclass(frozen=True, slots=True)
-class SharedTasks:
-    """The tasks that both sides have, and a clause for each side that lacks tasks."""
-
-    names: tuple[str, ...]
-    missing: tuple[str, ...]
+from vexport.scores.table import ScoreTable
 
 
 def shared_tasks(
-    baseline: Collection[str],
-    candidate: Collection[str],
-    files: tuple[Path, Path],
+    baseline: ScoreTable,
+    candidate: ScoreTable,
+    paths: tuple[Path, Path],
     selected: Sequence[str],
-    selectable: Collection[str],
-) -> SharedTasks:
-    """Return the tasks that both sides have.
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the tasks that both sides have, and a clause for each side that lacks tasks.
 
-    `files` are the two sides' files. `selected` are the tasks and groups that the user named. The
-    two sides have only tasks that are selected. `selectable` are all tasks and groups of either
-    side.
+    `paths` are the paths of the two sides. `selected` are the tasks and groups that the user named.
+    The two sides have only tasks that are selected.
 
     Raises:
         InputError: If neither side has a selected task or group, or if the sides have no task in
         common.
     """
+    selectable = (*baseline.names, *candidate.names)
     raise_all(
         [
             InputError(
@@ -46,11 +37,10 @@ def shared_tasks(
             if name not in selectable
         ]
     )
-    known = (set(baseline), set(candidate))
-    names = tuple(name for name in baseline if name in known[1])
+    names = tuple(name for name in baseline.tasks if name in candidate.tasks)
     lacking = (
-        ("the results", [name for name in baseline if name not in known[1]]),
-        ("the baseline", [name for name in candidate if name not in known[0]]),
+        ("the results", [name for name in baseline.tasks if name not in candidate.tasks]),
+        ("the baseline", [name for name in candidate.tasks if name not in baseline.tasks]),
     )
     missing = tuple(
         f"{side} {'have' if side == 'the results' else 'has'} no task "
@@ -61,9 +51,9 @@ def shared_tasks(
     if not names:
         fix = "evaluate the same tasks" if not selected else "name tasks of both sides"
         raise InputError(
-            "--task" if selected else str(files[1]),
+            "--task" if selected else str(paths[1]),
             got=" and ".join(missing) or f"no documents of {', '.join(selected)} on either side",
-            need=f"at least one task that {files[0]} has, too",
+            need=f"at least one task that {paths[0]} has, too",
             fix=fix,
         )
-    return SharedTasks(names, missing)
+    return names, missing

@@ -37,7 +37,7 @@ from vexport.inference.response_sources import (
 )
 from vexport.inference.session_folder import clear_session, remove_answers
 from vexport.inference.tasks import task_files
-from vexport.judge.accepted import expected_questions, read_accepted
+from vexport.judge.accepting import expected_questions
 from vexport.judge.drift import drift_warnings
 from vexport.judge.drift import measure_drift as drift_between
 from vexport.judge.load_judgement import judge_by_reference
@@ -59,6 +59,7 @@ from vexport.run.stages.making import check, checkpoint_inputs
 from vexport.scenario import Calibration
 from vexport.scenario.evaluate import JudgementSettings, LmEvalSettings, TransportSettings
 from vexport.scenario.serve import EngineArguments
+from vexport.scores.readers.accepted import read_accepted_table
 
 LOG = logging.getLogger(__name__)
 SESSION = "session.json"
@@ -219,7 +220,7 @@ def _questions(run: Run, role: str) -> Questions:
         lm_eval=run.result(resolve_prompting),
         texts=_texts(run),
         repeat=role == BASELINE or against is not None,
-        accepted={} if against is None else expected_questions(read_accepted(against)),
+        accepted={} if against is None else expected_questions(read_accepted_table(against)),
     )
 
 

@@ -1,62 +1,33 @@
 """Check, before a model runs, that existing results can be compared with its results."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vexport.errors import InputError, raise_all
-from vexport.judge.accepted import is_accepted, read_accepted
-from vexport.scores.harnesses import harness_of
-from vexport.scores.results import read_results
+from vexport.scores.reading import LM_EVAL, read_baseline
+from vexport.scores.table import ScoreTable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DocumentCounts:
-    """Numbers of documents in results that the user gave instead of a model.
-
-    `documents` maps each task to its number of documents. `full_sizes` maps each task to the size
-    of its whole data set, if this is recorded. `members` maps each group to its tasks.
-    """
-
-    file: Path
-    documents: Mapping[str, int]
-    full_sizes: Mapping[str, int]
-    members: Mapping[str, tuple[str, ...]]
-
-
-def read_document_counts(path: Path) -> DocumentCounts:
-    """Return the numbers of documents in lm-eval's results or in an accepted baseline.
+def read_comparable(path: Path) -> ScoreTable:
+    """Read lm-eval's results or an accepted baseline, which the user gave instead of a model.
 
     Raises:
         InputError: If the results are missing or broken, or if another harness wrote them.
     """
-    if is_accepted(path):
-        accepted = read_accepted(path)
-        documents = {name: task.documents for name, task in accepted.tasks.items()}
-        return DocumentCounts(
-            file=path, documents=documents, full_sizes={}, members=accepted.groups
-        )
-    harness = harness_of(path)
-    if harness != "lm-eval":
+    given = read_baseline(path)
+    if given.harness != LM_EVAL:
         raise InputError(
             str(path),
-            got=f"results of {harness}",
+            got=f"results of {given.harness}",
             need="lm-eval's results, because vexport also evaluates with lm-eval",
             fix="compare results of two models with `vexport verdict`",
         )
-    results = read_results(path)
-    counts = {
-        name: len({sample.doc_id for sample in task.samples.values()})
-        for name, task in results.tasks.items()
-    }
-    return DocumentCounts(
-        file=results.file, documents=counts, full_sizes=results.full_sizes, members=results.members
-    )
+    return given
 
 
 def require_comparable_results(
-    given: DocumentCounts, names: Sequence[str], exact: Sequence[str], limit: float | None
+    given: ScoreTable, names: Sequence[str], exact: Sequence[str], limit: float | None
 ) -> None:
     """Raise InputError if the given results cannot be compared with results of the tasks `names`.
 
@@ -65,13 +36,11 @@ def require_comparable_results(
     only the numbers of documents of the known tasks are compared.
     """
     known = {name: given.members.get(name, (name,)) for name in names}
-    missing = [
-        name for name, members in known.items() if not set(members) <= given.documents.keys()
-    ]
+    missing = [name for name, members in known.items() if not set(members) <= given.tasks.keys()]
     requested = {
         member for name, members in known.items() if name not in missing for member in members
     }
-    fix = f"evaluate the tasks of these results: --task {','.join(given.documents)}"
+    fix = f"evaluate the tasks of these results: --task {','.join(given.tasks)}"
     where, need = str(given.file), "the same tasks on both sides"
     problems = [
         InputError(where, got=f"no task {name}", need=need, fix=fix)
@@ -81,18 +50,18 @@ def require_comparable_results(
     if not missing:
         problems += [
             InputError(where, got=f"also task {name}, which is not evaluated", need=need, fix=fix)
-            for name in given.documents
+            for name in given.tasks
             if name not in requested
         ]
     raise_all([*problems, *_other_documents(given, requested, limit)])
 
 
 def _other_documents(
-    given: DocumentCounts, requested: set[str], limit: float | None
+    given: ScoreTable, requested: set[str], limit: float | None
 ) -> Iterator[InputError]:
     """Yield an error for every task that will have a different number of documents."""
     for name in sorted(requested):
-        count, original = given.documents[name], given.full_sizes.get(name)
+        count, original = given.tasks[name].documents, given.tasks[name].full_size
         expected = _expected(original, limit)
         is_cut_off = limit is not None and limit >= 1 and int(limit) < count
         if is_cut_off or (expected is not None and expected != count):

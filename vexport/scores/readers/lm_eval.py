@@ -8,7 +8,7 @@ lm-eval's command line writes results into a subfolder with the name of the mode
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from vexport.errors import InputError, clip
@@ -17,17 +17,12 @@ from vexport.foreign import is_whole_number, json_lines
 from vexport.inference.added_keys import FINISH_REASON, SEED
 from vexport.inference.fingerprint import read_fingerprint
 from vexport.inference.questions import HASHES
+from vexport.inference.repeated import read_repeated
 from vexport.names import TIMESTAMP, result_files, run_name
 from vexport.records import Json, Prompting
 from vexport.records.values import join_limited
 from vexport.scores.aggregates import NotReadable, numbers_in, softmax
 from vexport.scores.endings import Ending, ending_of
-from vexport.scores.metrics import (
-    AGGREGATIONS,
-    MetricKind,
-    kind_of_metric,
-    known_direction,
-)
 from vexport.scores.settings import (
     DEFAULT_LENGTH,
     MAX_NAMED,
@@ -38,153 +33,40 @@ from vexport.scores.settings import (
     recorded_time,
     unseparated_thinking,
 )
+from vexport.scores.table import Key, Row, ScoreTable, TaskTable
 
 SCORED_TEXTS = ("loglikelihood", "loglikelihood_rolling")
 """Output types of tasks that score the likelihood of a given text."""
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """The response to a document, after a filter.
-
-    - `hashes` are the hashes of the document, the prompt and the target.
-    - `shown_text` is the text in reports: the raw response, or the chosen option.
-    - `compared_text` is compared between models: the filtered response, or the chosen option. It is
-      None if the response was not stored.
-    - `scores` has the metrics with a number per document.
-    - `values` has the stored values of all further metrics. lm-eval computes these metrics from the
-      values of all documents at once.
-    - `options` is the number of options in a multiple-choice document, else 0.
-    - `log_likelihood` is the logged value of a text that was scored instead of generated.
-    - `ending` is the ending of a generated response.
-    """
-
-    doc_id: int | str
-    filter: str
-    hashes: tuple[str, str, str]
-    prompt: str
-    target: str
-    shown_text: str
-    compared_text: str | None
-    scores: Mapping[str, float]
-    values: Mapping[str, Json] = field(default_factory=dict)
-    options: int = 0
-    seed: int = 0
-    log_likelihood: float | None = None
-    ending: Ending | None = None
-
-    @property
-    def key(self) -> tuple[str, int | str, int]:
-        """Filter, document id and seed of the response."""
-        return self.filter, self.doc_id, self.seed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSamples:
-    """All samples of a task, keyed by (filter, doc_id, seed), in the file's order.
-
-    If several responses were sampled for a document, they have the seeds 0, 1, and so on. A single
-    response has the seed 0. `higher_is_better`, `aggregations` and `aggregates` (by
-    `metric,filter`) describe the metrics of the whole task. `higher_is_better` has only directions
-    that the harness or the user stated. `corpus_metrics` are the metrics
-    without a number per document. `metric_list` has the metrics in the task's configuration.
-    `unscored` has the reasons why responses have no score, by document and seed. `larger` is an
-    older results file with more documents of the task, or None.
-    """
-
-    task: str
-    file: Path
-    higher_is_better: Mapping[str, bool]
-    samples: Mapping[tuple[str, int | str, int], Sample]
-    aggregations: Mapping[str, str] = field(default_factory=dict)
-    aggregates: Mapping[str, float] = field(default_factory=dict)
-    corpus_metrics: tuple[str, ...] = ()
-    metric_list: frozenset[str] = frozenset()
-    unscored: Mapping[tuple[int | str, int], str] = field(default_factory=dict)
-    larger: Path | None = None
-
-    def aggregation(self, metric: str) -> str | None:
-        """Return the name of a metric's aggregation, None if it is unknown.
-
-        For a Python function, the name is the source text of the function.
-        """
-        return self.aggregations.get(metric, AGGREGATIONS.get(metric))
-
-    def direction(self, metric: str) -> bool | None:
-        """Return whether a higher aggregate is better, or None if nothing states it."""
-        stated = self.higher_is_better.get(metric)
-        return known_direction(metric) if stated is None else stated
-
-    def metric_kind(self, metric: str, filter_name: str) -> MetricKind:
-        """Return the direction and unit of a metric that all documents have."""
-        samples = [
-            each for each in self.samples.values() if each.filter == filter_name and not each.seed
-        ]
-        return kind_of_metric(
-            self.aggregation(metric),
-            higher_is_better=self.direction(metric),
-            values=[sample.scores[metric] for sample in samples],
-            log_likelihoods=[sample.log_likelihood for sample in samples],
-            aggregate=self.aggregates.get(f"{metric},{filter_name}"),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """Arguments of the model that shape the responses to a task.
+def _read_rows(path: Path, *, output_type: str, longest: int, is_stripped: bool) -> dict[Key, Row]:
+    """Read a samples file.
 
     `longest` is the maximum number of new tokens if the task does not set it. `is_stripped` is True
     if finished thinking is removed from responses.
-    """
-
-    longest: int = DEFAULT_LENGTH
-    is_stripped: bool = False
-
-
-PLAIN_GENERATION = Generation()
-
-
-def read_samples(
-    path: Path,
-    task: str,
-    *,
-    output_type: str,
-    higher_is_better: Mapping[str, bool],
-    generation: Generation = PLAIN_GENERATION,
-) -> TaskSamples:
-    """Read a samples file.
 
     Raises:
         InputError: If something is missing or broken. The error names the line.
     """
-    samples: dict[tuple[str, int | str, int], Sample] = {}
-    metrics: dict[str, None] = {}
+    rows: dict[Key, Row] = {}
     for where, line in json_lines(path, "a sample"):
-        sample = _read_sample(where, line, output_type, generation)
-        metrics.update(dict.fromkeys(map(_text, _values(line["metrics"]))))
-        if sample.key in samples:
-            got = f"document {sample.doc_id} twice (filter {sample.filter})"
+        row = _read_row(where, line, output_type)
+        if output_type == "generate_until":
+            row = replace(row, ending=_ending(line, longest, is_stripped=is_stripped))
+        if row.key in rows:
+            got = f"document {row.doc_id} twice (filter {row.filter})"
             raise InputError(
                 where, got=got, need="each document once", fix="evaluate into an empty folder"
             )
-        samples[sample.key] = sample
-    if not samples:
+        rows[row.key] = row
+    if not rows:
         fix = "evaluate again with a higher --limit"
         raise InputError(str(path), got="no documents", need="at least one", fix=fix)
-    numbers = {name for sample in samples.values() for name in sample.scores}
-    return TaskSamples(
-        task=task,
-        file=path,
-        higher_is_better=higher_is_better,
-        samples=samples,
-        corpus_metrics=tuple(name for name in metrics if name not in numbers),
-    )
+    return rows
 
 
-def _read_sample(
-    where: str, line: dict[str, Json], output_type: str, generation: Generation
-) -> Sample:
+def _read_row(where: str, line: dict[str, Json], output_type: str) -> Row:
     required = (
         "doc_id",
         "filter",
@@ -214,7 +96,7 @@ def _read_sample(
     }
     values = {name: value for name, value in recorded.items() if name not in scores}
     doc_hash, prompt_hash, target_hash = (str(line[key]) for key in HASHES)
-    return Sample(
+    return Row(
         doc_id=doc_id,
         filter=_text(line["filter"]),
         hashes=(doc_hash, prompt_hash, target_hash),
@@ -229,7 +111,6 @@ def _read_sample(
         log_likelihood=_log_likelihood(line["filtered_resps"])
         if output_type in SCORED_TEXTS
         else None,
-        ending=_ending(line, arguments, generation) if output_type == "generate_until" else None,
     )
 
 
@@ -269,11 +150,9 @@ def _are_close(numbers: Sequence[float], others: Sequence[float]) -> bool:
     return bool(numbers) and all(math.isclose(one, other, abs_tol=1e-6) for one, other in pairs)
 
 
-def _ending(
-    line: Mapping[str, Json], arguments: list[list[Json]], generation: Generation
-) -> Ending:
-    """Determine how a generated response ended."""
-    request = arguments[0] if arguments else []
+def _ending(line: Mapping[str, Json], longest: int, *, is_stripped: bool) -> Ending:
+    requests = _values(line["arguments"])
+    request = _values(requests[0]) if requests else []
     given = request[1] if len(request) > 1 and isinstance(request[1], dict) else {}
     lengths = [value for name in _LENGTHS if isinstance(value := given.get(name), int)]
     return ending_of(
@@ -281,8 +160,8 @@ def _ending(
         responses=list(_texts(line["resps"])),
         filtered=list(_texts(line["filtered_resps"])),
         reasons=[reason for reason in _texts(line.get(FINISH_REASON)) if reason],
-        longest=lengths[0] if lengths else generation.longest,
-        is_stripped=generation.is_stripped,
+        longest=lengths[0] if lengths else longest,
+        is_stripped=is_stripped,
     )
 
 
@@ -388,79 +267,7 @@ def _text(value: Json) -> str:
 LONGEST_NAME = 200
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    """Results of lm-eval or of another `harness` for one model.
-
-    - `file` is the newest results file.
-    - `tasks` has the samples of every task.
-    - `names` are the tasks and groups that can be selected, also if they were not.
-    - `groups` maps each outermost group that lm-eval aggregates to the tasks in it and below it.
-    - `members` maps every group to the tasks in it and below it.
-    - `full_sizes` has the number of documents in each task's whole data set, if it was recorded.
-    - `fingerprint` has everything that could change a score, by name. If files differ, it has the
-      values of the newest file.
-    - `fingerprints` maps each task to the fingerprint of its file.
-    - `prompting` has the settings of the prompts. It is None for other harnesses.
-    - `replaced` are warnings about older files with more documents.
-    - `warnings` describe likely mistakes in the settings of the prompts.
-    - `measured_at` is the time at which lm-eval began, or "" if it was not recorded.
-    """
-
-    file: Path
-    tasks: Mapping[str, TaskSamples]
-    names: Collection[str]
-    groups: Mapping[str, tuple[str, ...]]
-    members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    full_sizes: Mapping[str, int] = field(default_factory=dict)
-    fingerprint: Mapping[str, str]
-    fingerprints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    prompting: Prompting | None
-    replaced: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    harness: str = "lm-eval"
-    measured_at: str = ""
-
-    def fingerprint_of(self, task: str) -> Mapping[str, str]:
-        """Return everything that could change the score of a task."""
-        return self.fingerprints.get(task, self.fingerprint)
-
-    def only(self, tasks: Collection[str]) -> "Results":
-        """Return the results of these tasks. A group keeps the tasks that are in it."""
-        kept = set(tasks)
-        groups = {
-            name: tuple(member for member in members if member in kept)
-            for name, members in self.groups.items()
-        }
-        return replace(
-            self,
-            tasks={name: task for name, task in self.tasks.items() if name in kept},
-            groups={name: members for name, members in groups.items() if members},
-        )
-
-    def selected(self, names: Collection[str]) -> "Results":
-        """Return the results of tasks and groups by name, or all results if there are no names.
-
-        Names that are not in these results are ignored, because the other side of a verdict may
-        have them. If only a part of a group is selected, its tasks stand alone.
-        """
-        if not names:
-            return self
-        tasks = {member for name in names for member in self.members.get(name, (name,))}
-        whole = {name: members for name, members in self.groups.items() if tasks >= {*members}}
-        return replace(self.only(tasks), groups=whole)
-
-
-@dataclass(frozen=True, slots=True)
-class _ResultsFile:
-    """A results file of lm-eval with the tasks that are read from it."""
-
-    path: Path
-    content: dict[str, Json]
-    tasks: tuple[str, ...]
-
-
-def read_results(path: Path, names: Collection[str] = ()) -> Results:
+def read_lm_eval(path: Path, names: Collection[str] = ()) -> ScoreTable:
     """Read a results file, or all results files in an lm-eval output folder.
 
     If several files have a task, the newest file is read. `names` selects tasks and groups. Without
@@ -484,43 +291,38 @@ def read_results(path: Path, names: Collection[str] = ()) -> Results:
     merged = _merged_groups(contents.values())
     members = _members(merged, frozenset(newest))
     wanted = {each for name in names for each in members.get(name, (name,))} or {*newest}
-    files = [
-        _ResultsFile(file, content, tasks)
-        for file, content in contents.items()
-        if (tasks := tuple(name for name in newest if name in wanted and newest[name] == file))
-    ]
-    fingerprints = [
-        {**recorded_fingerprint(file.content, file.tasks), **read_fingerprint(file.path.parent)}
-        for file in files
-    ]
-    larger = {name: found for file in files for name, found in _larger_older(contents, file)}
-    thinking = [unseparated_thinking(file.content) for file in files]
-    return Results(
-        file=files[-1].path if files else paths[-1],
-        tasks={
-            name: replace(_read_task(file.path, name, file.content), larger=larger.get(name))
-            for file in files
-            for name in file.tasks
-        },
+    files = {
+        file: in_file
+        for file in contents
+        if (in_file := tuple(name for name in newest if name in wanted and newest[name] == file))
+    }
+    older = {name: _larger_older(contents, newest[name], name) for name in newest if name in wanted}
+    fingerprint: dict[str, str] = {}
+    tasks: dict[str, TaskTable] = {}
+    for file, in_file in files.items():
+        content = contents[file]
+        of_file = {**recorded_fingerprint(content, in_file), **read_fingerprint(file.parent)}
+        fingerprint |= of_file
+        for name in in_file:
+            tasks[name] = replace(
+                _read_task(file, name, content),
+                larger=older[name][-1] if older[name] else None,
+                fingerprint=of_file,
+            )
+    last = [*files][-1] if files else paths[-1]
+    thinking = [unseparated_thinking(contents[file]) for file in files]
+    return ScoreTable(
+        file=last,
+        tasks=tasks,
         names=(*newest, *members),
         groups=_aggregated_groups(merged, frozenset(newest)),
         members=members,
-        full_sizes={
-            name: size
-            for file in files
-            for name, size in _originals(file.content).items()
-            if newest.get(name) == file.path
-        },
-        fingerprint={name: value for each in fingerprints for name, value in each.items()},
-        fingerprints={
-            name: fingerprint
-            for file, fingerprint in zip(files, fingerprints, strict=True)
-            for name in file.tasks
-        },
-        prompting=_prompting(files) if files else None,
-        replaced=tuple(_larger_older_files(contents, files)),
+        fingerprint=fingerprint,
+        prompting=_prompting(contents, files) if files else None,
+        replaced=tuple(_replaced(contents, files, older)),
         warnings=tuple(dict.fromkeys(warning for warning in thinking if warning)),
-        measured_at=recorded_time(files[-1].content) if files else "",
+        measured_at=recorded_time(contents[last]) if files else "",
+        repeated=read_repeated(last.parent),
     ).selected(names)
 
 
@@ -564,37 +366,32 @@ def _require_one_model(path: Path, contents: Mapping[Path, Mapping[str, Json]]) 
         )
 
 
-def _larger_older(
-    contents: Mapping[Path, Mapping[str, Json]], file: _ResultsFile
-) -> Iterator[tuple[str, Path]]:
-    """Yield (task, older file) for each older file with more documents of a task than `file`.
-
-    The older file with the most documents is last.
-    """
-    for name in file.tasks:
-        paths = [path for path in contents if name in mapping_in(contents[path], "configs")]
-        if len(paths) == 1:
-            continue  # do not count documents in vain
-        sizes = {path: _documents(path, contents[path], name) for path in paths}
-        for path in sorted(paths, key=sizes.__getitem__):
-            if sizes[path] > sizes[file.path]:
-                yield name, path
+def _larger_older(contents: Mapping[Path, Mapping[str, Json]], file: Path, task: str) -> list[Path]:
+    """Return the older files with more documents of a task than `file`, the largest last."""
+    paths = [path for path in contents if task in mapping_in(contents[path], "configs")]
+    if len(paths) == 1:
+        return []  # do not count documents in vain
+    sizes = {path: _documents(path, contents[path], task) for path in paths}
+    return sorted((path for path in paths if sizes[path] > sizes[file]), key=sizes.__getitem__)
 
 
-def _larger_older_files(
-    contents: Mapping[Path, Mapping[str, Json]], files: Sequence[_ResultsFile]
+def _replaced(
+    contents: Mapping[Path, Mapping[str, Json]],
+    files: Mapping[Path, Sequence[str]],
+    older: Mapping[str, Sequence[Path]],
 ) -> Iterator[str]:
     """Yield a warning for each file that replaces tasks of an older file with more documents."""
-    for file in files:
+    for file, tasks in files.items():
         replaced: dict[Path, list[str]] = {}
-        for name, path in _larger_older(contents, file):
-            replaced.setdefault(path, []).append(name)
+        for name in tasks:
+            for path in older[name]:
+                replaced.setdefault(path, []).append(name)
         for path, names in replaced.items():
-            counts = (_documents(each, contents[each], names[0]) for each in (file.path, path))
+            counts = (_documents(each, contents[each], names[0]) for each in (file, path))
             judged = " of ".join(f"{count:,}" for count in counts)
             yield (
                 f"{join_limited(names, ', ', MAX_NAMED)}: judged on {judged} documents, because "
-                f"{file.path} is newer than {path.name}; give the older file to judge all"
+                f"{file} is newer than {path.name}; give the older file to judge all"
             )
 
 
@@ -619,14 +416,16 @@ def _merged_groups(contents: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
     return dict(merged)
 
 
-def _prompting(files: Sequence[_ResultsFile]) -> Prompting:
+def _prompting(
+    contents: Mapping[Path, Mapping[str, Json]], files: Mapping[Path, Sequence[str]]
+) -> Prompting:
     """Return the settings of the prompts: of the newest file, and each task's own."""
-    recorded = [recorded_prompting(file.content, file.tasks) for file in files]
+    recorded = [recorded_prompting(contents[file], tasks) for file, tasks in files.items()]
     template = next((each.chat_template for each in recorded[::-1] if each.chat_template), None)
     plain = [
         name
-        for file, each in zip(files, recorded, strict=True)
-        for name in (file.tasks if template and not each.chat_template else each.untemplated)
+        for tasks, each in zip(files.values(), recorded, strict=True)
+        for name in (tasks if template and not each.chat_template else each.untemplated)
     ]
     return replace(
         recorded[-1],
@@ -636,7 +435,7 @@ def _prompting(files: Sequence[_ResultsFile]) -> Prompting:
     )
 
 
-def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSamples:
+def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskTable:
     # The task's name is part of a file name, so it must not lead to another folder.
     if (
         not task
@@ -664,22 +463,25 @@ def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSample
     directions = {name: value for name, value in better.items() if isinstance(value, bool)}
     given = recorded_prompting(content, ()).generation
     longest = given.get("max_gen_toks", "")
-    generation = Generation(
+    rows = _read_rows(
+        path,
+        output_type=output_type,
         longest=int(longest) if is_whole_number(longest) else DEFAULT_LENGTH,
         is_stripped=bool(given.get("think_end_token")),
-    )
-    samples = read_samples(
-        path, task, output_type=output_type, higher_is_better=directions, generation=generation
     )
     recorded = mapping_in(mapping_in(content, "results"), task)
     numbers = {
         name: _score(value) for name, value in recorded.items() if isinstance(value, int | float)
     }
-    return replace(
-        samples,
+    size = mapping_in(mapping_in(content, "n-samples"), task).get("original")
+    return TaskTable(
+        task=task,
+        file=path,
+        rows=rows,
+        higher_is_better=directions,
         aggregations=_aggregations(config),
         aggregates=numbers,
-        metric_list=frozenset(str(entry.get("metric")) for entry in _metric_entries(config)),
+        full_size=size if isinstance(size, int) else None,
     )
 
 
@@ -689,22 +491,16 @@ def _samples_path(file: Path, task: str) -> Path | None:
     return file.with_name(f"samples_{task}_{stamp[1]}.jsonl") if stamp else None
 
 
-def _metric_entries(config: Mapping[str, Json]) -> list[dict[str, Json]]:
-    listed = config.get("metric_list")
-    return (
-        [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    )
-
-
 def _aggregations(config: Mapping[str, Json]) -> dict[str, str]:
-    """Return the aggregation of each metric in a task's configuration.
+    """Return the aggregation of each metric in a task's configuration, "" if it names none.
 
     A Python function is recorded as text that is not the name of any aggregation.
     """
+    listed = config.get("metric_list")
     return {
-        str(entry["metric"]): str(entry["aggregation"])
-        for entry in _metric_entries(config)
-        if "metric" in entry and entry.get("aggregation") is not None
+        str(entry["metric"]): str(entry.get("aggregation") or "")
+        for entry in (listed if isinstance(listed, list) else [])
+        if isinstance(entry, dict) and "metric" in entry
     }
 
 
@@ -717,13 +513,6 @@ def _aggregated_groups(
     sets = [frozenset(tasks_in) for tasks_in in groups.values()]
     outermost = {tasks_in for tasks_in in sets if not any(tasks_in < outer for outer in sets)}
     return {name: tasks_in for name, tasks_in in groups.items() if frozenset(tasks_in) in outermost}
-
-
-def _originals(content: Mapping[str, Json]) -> dict[str, int]:
-    """Return the recorded size of each task's whole data set."""
-    recorded = mapping_in(content, "n-samples")
-    sizes = {name: mapping_in(recorded, name).get("original") for name in recorded}
-    return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
 
 def _members(content: Mapping[str, Json], tasks: frozenset[str]) -> dict[str, tuple[str, ...]]:

@@ -7,12 +7,28 @@ import pytest
 from tests.texts import assert_raises
 from vexport.errors import InputError
 from vexport.inference.tasks import require_generating
-from vexport.judge.comparable_results import DocumentCounts, require_comparable_results
+from vexport.scores.comparable_results import require_comparable_results
+from vexport.scores.table import Row, ScoreTable, TaskTable
 
-GIVEN = DocumentCounts(
-    file=Path("results.json"),
-    documents={"sums": 100, "part0": 50, "part1": 50},
-    full_sizes={"sums": 200, "part0": 50, "part1": 50},
+FILE = Path("results.json")
+
+
+def table(task: str, documents: int, full_size: int) -> TaskTable:
+    rows = [
+        Row(filter="none", doc_id=number, scores={}, hashes=(), shown_text="", compared_text=None)
+        for number in range(documents)
+    ]
+    return TaskTable(task=task, file=FILE, rows={row.key: row for row in rows}, full_size=full_size)
+
+
+GIVEN = ScoreTable(
+    file=FILE,
+    tasks={
+        "sums": table("sums", 100, 200),
+        "part0": table("part0", 50, 50),
+        "part1": table("part1", 50, 50),
+    },
+    names=(),
     members={"parts": ("part0", "part1")},
 )
 

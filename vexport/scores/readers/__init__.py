@@ -1,0 +1,1 @@
+"""Readers of result files. Each returns the `TaskTable`s or the `ScoreTable` of one format."""
