@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from tests.texts import assert_contains
-from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.engine.dry.causes import with_cause
 from vexport.engine.dry.controls import control_kind, same_refusal
@@ -15,6 +14,7 @@ from vexport.engine.loader_check import downgrade_errors
 from vexport.engine.messages import Cell, CellResult, Control, ControlKind, Miscopy
 from vexport.formats.schemes import get_scheme
 from vexport.records import MESSAGE_SEPARATOR, Claim, DryLoadReport, Finding, LoaderFault
+from vexport.rules.book import Rule
 
 CELL = Cell(tp=1, sm=90)
 REFUSED = CellResult(
@@ -120,7 +120,7 @@ def test_kind_of_control() -> None:
 
 
 def finding(*faults: LoaderFault, claim: Claim = "values") -> Finding:
-    return error("", "a.weight", claim=claim, expected="", got="", fix="", loader_faults=faults)
+    return Finding.at(Rule("shapes/shape", claim=claim, loader_faults=faults), "a.weight")
 
 
 STRETCHED = Miscopy(

@@ -19,7 +19,6 @@ from tests.mutations.edits import QUANTIZATION, WHOLE, config, drop, spoiled
 from tests.texts import assert_contains
 from vexport.api import check
 from vexport.checks import NAMES, NUMBERS
-from vexport.checks.vllm.findings import error
 from vexport.engine.loader_check import with_load
 from vexport.errors import EnvironmentFault
 from vexport.files import unreadable_kind, write_text
@@ -33,6 +32,7 @@ from vexport.records import (
     MatrixCell,
     NotJudged,
 )
+from vexport.rules.book import Rule
 
 UNKNOWN = NotJudged(what=NAMES, why="the layout of a class is not known")
 
@@ -267,7 +267,7 @@ def test_check_imports_no_torch(good: Good) -> None:
 
 
 def finding(claim: Claim, *, tp: Sequence[int] = (), sm: Sequence[int] = ()) -> Finding:
-    return error("any", "a.b", claim=claim, expected="", got="", fix="", tp=tp, sm=sm)
+    return Finding.at(Rule("any/rule", claim=claim), "a.b", tp=tp, sm=sm)
 
 
 def loaded(

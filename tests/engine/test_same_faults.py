@@ -2,19 +2,20 @@
 
 from dataclasses import replace
 
-from vexport.checks.vllm.findings import error
 from vexport.engine.same_faults import without_repetitions
 from vexport.records import Claim, Finding
+from vexport.rules.book import Rule
 
 LAYER = "model.layers.2.mlp.up_proj"
 
 
 def check(where: str, claim: Claim = "refused") -> Finding:
-    return error("shapes", where, claim=claim, expected="x", got="y", fix="z")
+    return Finding.at(Rule("shapes/shape", claim=claim, got="y", need="x", do="z"), where)
 
 
 def loader(where: str, got: str, claim: Claim = "refused", tp: int = 1) -> Finding:
-    return error("dry-load", where, claim=claim, expected="x", got=got, fix="z", tp=(tp,), sm=(90,))
+    rule = Rule("dry-load/refused", claim=claim, got="{got}", need="x", do="z")
+    return Finding.at(rule, where, tp=(tp,), sm=(90,), got=got)
 
 
 def test_refusal_that_names_tensor() -> None:

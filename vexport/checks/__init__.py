@@ -38,6 +38,7 @@ from vexport.errors.extras import unexpected_error
 from vexport.records import CheckReport, Finding, NotJudged
 from vexport.records.shared_faults import as_shared, shared_as_warnings
 from vexport.records.values import plural
+from vexport.rules import source
 from vexport.version import PINNED, short_version
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ SOURCE = "source"
 SOURCE_DESCRIPTION = (
     "weights, unquantized tensors, tokenizer, chat template and configs match the source (--source)"
 )
-# `expected` of findings on layers that cannot be compared with the source.
-COMPARABLE = "a quantized weight to compare with the source's weight"
+# Rules of layers that cannot be compared with the source.
+NOT_COMPARED = (source.NO_SOURCE_WEIGHT.id, source.OTHER_SIZE.id)
 # Families that apply to every quantization method.
 METHOD_INDEPENDENT = ("shards", "digests", "config")
 # `fix` of findings on tensors that the source stores with the same bytes.
@@ -318,7 +319,7 @@ def _values_not_judged(
     if against is None:
         yield from unjudged
         return
-    uncompared = [each for each in findings if each.expected == COMPARABLE]
+    uncompared = [each for each in findings if each.rule in NOT_COMPARED]
     layers = [place for each in uncompared for place in each.every_place]
     if unjudged and layers:
         why = f"{plural(len(layers), 'layer')} could not be compared with the source: {layers[0]}"

@@ -6,8 +6,7 @@ from pathlib import Path
 from vexport.architectures import with_stars
 from vexport.checkpoint.index import find_quantization, read_index
 from vexport.checkpoint.smoothed import reader_of
-from vexport.checks import COMPARABLE, SOURCE, SourceComparison
-from vexport.checks.vllm.findings import error, info, warning
+from vexport.checks import SourceComparison
 from vexport.checks.vllm.groups import StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
@@ -20,7 +19,9 @@ from vexport.formats.arguments import SchemeArgs, precision
 from vexport.formats.schemes import named_scheme
 from vexport.numerics.metrics import decibels
 from vexport.records import Finding
-from vexport.records.values import plural
+from vexport.rules import source as rules
+from vexport.rules.book import Rule
+from vexport.words import plural
 
 OnLayer = Callable[[int, int], None]
 
@@ -35,9 +36,7 @@ def source_comparison(root: Path, *, on_layer: OnLayer) -> SourceComparison:
     """
     index = read_index(root)
     if find_quantization(index.root, index.config) is not None:
-        need = "the unquantized model that the checkpoint was made from"
-        fix = "pass the unquantized model with --source"
-        raise InputError(str(root), got="a quantized checkpoint", need=need, fix=fix)
+        raise InputError.of(rules.QUANTIZED_SOURCE, str(root))
 
     def compare(view: CheckpointView) -> Iterator[Finding]:
         smoothing, objections = check_smoothing(view.index.root, index)
@@ -68,16 +67,30 @@ def _compare_layers(
             if comparison.faults:
                 faulty.append((layer, comparison))
             elif comparison.scaled_columns:
-                scaled.append(_scaled_columns(layer, comparison))
+                scaled.append(
+                    Finding.at(
+                        rules.SCALED_COLUMNS,
+                        layer.name,
+                        columns="; ".join(comparison.scaled_columns),
+                        scheme=_stored_as(layer),
+                    )
+                )
         origins.release()
         on_layer(number + 1, len(quantized))
     # Computing the digests of all weights takes time, so it is only done if there are faults.
     is_own = bool(faulty) and is_rounded_by_vexport(view, origins.index)
     for layer, comparison in faulty:
-        is_rounding = is_own and comparison.is_same_weight
-        yield (
-            _rounded_far(layer, comparison) if is_rounding else _different_weight(layer, comparison)
-        )
+        faults, rounding = "; ".join(comparison.faults), comparison.rounding_db
+        if is_own and comparison.is_same_weight:
+            yield Finding.at(rules.ROUNDED_FAR, layer.name, faults=faults, rounding=rounding)
+        else:
+            yield Finding.at(
+                rules.DIFFERENT_WEIGHT,
+                layer.name,
+                faults=faults,
+                rounding=rounding,
+                scheme=_stored_as(layer),
+            )
     yield from scaled
     yield from _factors(smoothing)
     names = {layer.name for layer in quantized}
@@ -91,13 +104,11 @@ def _compare(
 ) -> WeightComparison | Finding:
     pieces = origins.pieces(layer)
     if not pieces:
-        fix = "pass the model that the checkpoint was made from with --source"
-        return _incomparable(view, layer, "no weight of this layer in the source", fix)
+        return Finding.at(_severity(view, rules.NO_SOURCE_WEIGHT), layer.name)
     comparison = compare_weight(view, layer, pieces) if layer.group else None
     if comparison is None:
         sizes = [sum(len(piece) for piece in pieces), pieces[0].shape[1]]
-        got = f"tensors that do not fit the source's weight {sizes}"
-        return _incomparable(view, layer, got, "export the checkpoint again")
+        return Finding.at(_severity(view, rules.OTHER_SIZE), layer.name, shape=sizes)
     return comparison
 
 
@@ -117,53 +128,7 @@ def _factors(smoothing: Factors) -> Iterator[Finding]:
         where = smoothing.layers[0]
         if len(smoothing.layers) > 1:
             where += f" and {plural(len(smoothing.layers) - 1, 'more layer')}"
-        got = "the weight with factors on its inputs or outputs, which a norm or layer compensates"
-        fix = "ignore this: AWQ and SmoothQuant store such factors, and the comparison removed them"
-        yield info(SOURCE, where, claim=None, expected="the source's weight", got=got, fix=fix)
-
-
-def _different_weight(layer: StoredLayer, comparison: WeightComparison) -> Finding:
-    """Report a weight that differs from the source's weight, with all its faults."""
-    expected = (
-        f"the source's weight, rounded to {_stored_as(layer)} (SQNR about "
-        f"{comparison.rounding_db:.1f} dB)"
-    )
-    fix = (
-        "export the layer again; if the weights were smoothed or rotated, pass the smoothed or "
-        "rotated model with --source"
-    )
-    return error(
-        SOURCE,
-        layer.name,
-        claim="values",
-        expected=expected,
-        got="; ".join(comparison.faults),
-        fix=fix,
-    )
-
-
-def _rounded_far(layer: StoredLayer, comparison: WeightComparison) -> Finding:
-    """Warn of a weight that vexport's rounding has changed more than rounding usually does."""
-    got = (
-        f"{'; '.join(comparison.faults)} (by vexport's rounding: the files match their "
-        f"recorded digests)"
-    )
-    fix = (
-        "evaluate the checkpoint; with more calibration text, rounding changes the weights less "
-        "(--samples, --seq-len)"
-    )
-    expected = (
-        f"an error as with rounding to nearest (an SQNR of about {comparison.rounding_db:.1f} dB)"
-    )
-    return warning(SOURCE, layer.name, claim="values", expected=expected, got=got, fix=fix)
-
-
-def _scaled_columns(layer: StoredLayer, comparison: WeightComparison) -> Finding:
-    """Warn of columns that have another size than in the source. A refit can scale columns."""
-    expected = f"columns as in the source, with the error of rounding to {_stored_as(layer)}"
-    fix = "evaluate the checkpoint; if no refit scaled these columns, export the layer again"
-    got = "; ".join(comparison.scaled_columns)
-    return warning(SOURCE, layer.name, claim="values", expected=expected, got=got, fix=fix)
+        yield Finding.at(rules.SMOOTHED, where)
 
 
 def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Finding]:
@@ -174,28 +139,23 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
     for (kind, stored), names in kinds.items():
         names.sort(key=ratios.__getitem__)
         least, median, most = (ratios[names[position]] for position in (0, len(names) // 2, -1))
-        got = (
-            f"signal-to-noise {decibels(least)} to {decibels(most, ' dB')}, "
-            f"median {decibels(median)}, lowest in {names[0]}"
-        )
-        yield info(
-            SOURCE,
+        yield Finding.at(
+            rules.SIGNAL_TO_NOISE,
             f"{kind} ({len(names)} in {stored})",
-            claim=None,
-            expected="",
-            got=got,
-            fix="",
+            least=decibels(least),
+            most=decibels(most, " dB"),
+            median=decibels(median),
+            layer=names[0],
         )
 
 
-def _incomparable(view: CheckpointView, layer: StoredLayer, got: str, fix: str) -> Finding:
-    """Report a layer that cannot be compared with the source.
+def _severity(view: CheckpointView, rule: Rule) -> Rule:
+    """Return the rule for a layer that cannot be compared with the source.
 
     If the tensor layout of the model class is unknown, the finding is an error. If it is known, the
     finding is a warning: other checks report wrong tensors, and vLLM may not need such a layer.
     """
-    finding = error if view.model.layout is None else warning
-    return finding(SOURCE, layer.name, claim=None, expected=COMPARABLE, got=got, fix=fix)
+    return rule if view.model.layout is None else rule.as_warning
 
 
 def _stored_as(layer: StoredLayer) -> str:

@@ -8,7 +8,6 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.smoothed import source_reader
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor, read_weight
-from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.base import Format, Parameter
@@ -16,8 +15,7 @@ from vexport.formats.dequantize import row_chunks, rows_of
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.numerics.metrics import ErrorPower, quantization_error
 from vexport.records import Finding, LayerError, LinearPlan, TensorInfo
-
-CHECK = "roundtrip"
+from vexport.rules import roundtrip
 
 
 def dequantized(view: CheckpointView, layer: str) -> torch.Tensor | None:
@@ -152,7 +150,4 @@ def changed_tensors(source: SourceIndex, written: SourceIndex, plan: Plan) -> It
         for name in plan.kept:
             tensor, copy = source.tensors[name], written.tensors.get(name)
             if copy is None or not same_bytes(old, tensor, new, copy):
-                expected = "the same bytes as in the source"
-                got = "no such tensor" if copy is None else "different bytes"
-                fix = "export the checkpoint again"
-                yield error(CHECK, name, claim="values", expected=expected, got=got, fix=fix)
+                yield Finding.at(roundtrip.CHANGED_TENSOR, name)

@@ -18,14 +18,13 @@ from vexport.checkpoint.chat_template import FILE, chat_templates
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
-from vexport.checks import SOURCE
 from vexport.checks.tokenizer import TOKENIZER, open_tokenizer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.fidelity.source import SourceTensors
 from vexport.files import read_json
-from vexport.records import Finding, Json, Severity, TensorInfo
-from vexport.words import as_json
+from vexport.records import Finding, Json, TensorInfo
+from vexport.rules import source as rules
 
 # Tensors that vLLM computes and does not load (AutoWeightsLoader, load_weights of its models).
 COMPUTED_TENSORS = re.compile(
@@ -33,8 +32,6 @@ COMPUTED_TENSORS = re.compile(
 )
 # Scales of the KV cache and of queries, which only the quantized checkpoint has.
 ADDED_SCALES = re.compile(r".*\b[qkv]_scale$|.*\bkv_scale$")
-FIX_EXPORT = "export the checkpoint again"
-SAME_BYTES = "the same bytes as in the source"
 NORM = re.compile(r".*norm\.weight$")
 EMBEDDING = "model.embed_tokens.weight"
 TIED_HEADS = ("lm_head.weight", "embed_out.weight")
@@ -142,19 +139,20 @@ def _unquantized_findings(
     if same_bytes(origins.reader, origin, view.reader, tensor):
         return
     if origin.shape == tensor.shape and _same_values(origins.reader, origin, view.reader, tensor):
-        yield _intended_change(
-            tensor.name, f"dtype {origin.dtype}", f"the same values in {tensor.dtype}"
+        yield Finding.at(
+            rules.CHANGED_DTYPE, tensor.name, dtype=tensor.dtype, source_dtype=origin.dtype
         )
         return
     if NORM.match(tensor.name) and _is_offset_norm(origins.reader, origin, view.reader, tensor):
         return
-    expected = f"{SAME_BYTES} ({origin.dtype} {list(origin.shape)})"
-    got = "different values" if origin.shape == tensor.shape else f"shape {list(tensor.shape)}"
-    fix = (
-        "export the checkpoint again; if the weights were smoothed or rotated, pass the smoothed "
-        "or rotated model with --source"
+    yield Finding.at(
+        rules.CHANGED_TENSOR,
+        tensor.name,
+        dtype=tensor.dtype,
+        shape=list(tensor.shape),
+        source_dtype=origin.dtype,
+        source_shape=list(origin.shape),
     )
-    yield _finding("error", tensor.name, expected, got, fix)
 
 
 def _is_tied(view: CheckpointView) -> bool:
@@ -195,26 +193,18 @@ def _compare_regrouped(
     layer = view.layers.by_name.get(tensor.name.removesuffix(".weight"))
     pieces = origins.pieces(layer) if layer is not None and tensor.dtype in TORCH_DTYPES else ()
     if not pieces:
-        yield _intended_change(
-            tensor.name, "a tensor of the source", "a tensor that the source lacks"
-        )
+        yield Finding.at(rules.ADDED_TENSOR, tensor.name)
         return
     values = read_tensor(view.reader, tensor)
     if not torch.equal(values, torch.cat([*pieces]).to(values.dtype)):
-        yield _finding("error", tensor.name, "the source's weight", "different values", FIX_EXPORT)
+        yield Finding.at(rules.CHANGED_WEIGHT, tensor.name)
 
 
 def _missing_finding(view: CheckpointView, tensor: TensorInfo) -> Iterator[Finding]:
     if COMPUTED_TENSORS.match(tensor.name) or (_is_tied(view) and tensor.name.endswith(TIED_HEADS)):
         return
-    if PREDICTION.search(tensor.name):
-        got = "no such tensor: vLLM cannot use this layer for drafting"
-        yield _intended_change(tensor.name, "the source's tensor", got)
-        return
-    got = "no such tensor: vLLM would use uninitialized memory"
-    yield _finding(
-        "error", tensor.name, "the source's tensor, unchanged or quantized", got, FIX_EXPORT
-    )
+    is_draft = PREDICTION.search(tensor.name)
+    yield Finding.at(rules.MISSING_DRAFT_LAYER if is_draft else rules.MISSING_TENSOR, tensor.name)
 
 
 def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
@@ -224,13 +214,7 @@ def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
     """
     for key, old, new in config_differences(source.config, index.config):
         where = f"{index.root / 'config.json'}: {key}"
-        yield _finding(
-            "error",
-            where,
-            f"{_value(old)}, as in the source",
-            _value(new),
-            "copy the source's value",
-        )
+        yield Finding.at(rules.CHANGED_VALUE, where, value=new, source=old)
     yield from _tokenizer(index.root, source.root)
     yield from _template(index.root, source.root)
     generation, before = (
@@ -239,7 +223,7 @@ def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
     yield from _keys(index.root / "generation_config.json", before, generation, GENERATION_KEYS)
     for name in PREPROCESSORS:
         if (source.root / name).is_file() and not (index.root / name).is_file():
-            yield _finding("error", index.root / name, "the source's file", "no such file")
+            yield Finding.at(rules.MISSING_FILE, str(index.root / name))
 
 
 def config_differences(
@@ -360,19 +344,16 @@ def _stored_place(path: str, *configs: Mapping[str, Json]) -> str:
 def _tokenizer(root: Path, source: Path) -> Iterator[Finding]:
     had = [name for name in VOCABULARIES if (source / name).is_file()]
     if had and not any((root / name).is_file() for name in VOCABULARIES):
-        got = "no such file: vLLM refuses to start"
-        yield _finding("error", root / had[0], "the source's tokenizer", got)
+        yield Finding.at(rules.MISSING_TOKENIZER, str(root / had[0]))
         return
     old, new = _read_tokenizer(source / TOKENIZER), _read_tokenizer(root / TOKENIZER)
     for part in TOKENIZER_PARTS if old and new else ():
         if old.get(part) != new.get(part):
-            where = f"{root / TOKENIZER}: {part}"
-            got = "a different value: the same text gets other token ids"
-            yield _finding("error", where, "the source's value", got)
+            yield Finding.at(rules.CHANGED_TOKENIZER, f"{root / TOKENIZER}: {part}")
     for name in VOCABULARIES[1:]:
         before, after = source / name, root / name
         if before.is_file() and after.is_file() and before.read_bytes() != after.read_bytes():
-            yield _finding("error", root / name, SAME_BYTES, "different bytes")
+            yield Finding.at(rules.CHANGED_VOCABULARY, str(root / name))
     old, new = _object(source / "tokenizer_config.json"), _object(root / "tokenizer_config.json")
     yield from _keys(root / "tokenizer_config.json", old, new, TOKENIZER_KEYS)
 
@@ -393,15 +374,13 @@ def _read_tokenizer(path: Path) -> Mapping[str, Json]:
 
 def _template(root: Path, source: Path) -> Iterator[Finding]:
     old, new = _templates(source), _templates(root)
-    where = root / FILE
+    where = str(root / FILE)
     if old and not new:
-        got = "no chat template: vLLM refuses chat requests"
-        yield _finding("error", where, "the source's chat template", got)
+        yield Finding.at(rules.MISSING_TEMPLATE, where)
     elif old and old != new:
-        got = "a different chat template: the same chat becomes another prompt"
-        yield _finding("error", where, "the source's chat template", got)
+        yield Finding.at(rules.CHANGED_TEMPLATE, where)
     elif new and not old:
-        yield _intended_change(str(where), "no chat template, as in the source", "a chat template")
+        yield Finding.at(rules.ADDED_TEMPLATE, where)
 
 
 def _templates(root: Path) -> Mapping[str, str]:
@@ -420,18 +399,11 @@ def _keys(
 ) -> Iterator[Finding]:
     for key in keys:
         before, after = _token(old.get(key)), _token(new.get(key))
+        where = f"{path}: {key}"
         if before != after and before is not None:
-            got = _value(after)
-            yield _finding("error", f"{path}: {key}", f"{_value(before)}, as in the source", got)
+            yield Finding.at(rules.CHANGED_VALUE, where, value=after, source=before)
         elif before != after and path.name.startswith("generation"):
-            yield _finding(
-                "warning", f"{path}: {key}", "no such key, as in the source", _value(after)
-            )
-
-
-def _value(value: Json) -> str:
-    """Return a value of a JSON file for a message."""
-    return "no such key" if value is None else as_json(value)
+            yield Finding.at(rules.ADDED_VALUE, where, value=after)
 
 
 def _token(value: Json) -> Json:
@@ -448,25 +420,3 @@ def _object(path: Path) -> Mapping[str, Json]:
     except InputError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _intended_change(where: str, expected: str, got: str) -> Finding:
-    return _finding("warning", where, expected, got, "ignore this if the change is intended")
-
-
-def _finding(
-    severity: Severity,
-    where: Path | str,
-    expected: str,
-    got: str,
-    fix: str = "copy the source's file",
-) -> Finding:
-    return Finding(
-        check=SOURCE,
-        claim="values",
-        severity=severity,
-        where=str(where),
-        expected=expected,
-        got=got,
-        fix=fix,
-    )

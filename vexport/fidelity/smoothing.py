@@ -19,17 +19,14 @@ from vexport.architectures import NUMBERED_LAYER
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.smoothed import SMOOTHING, fits, smoothing_of
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
-from vexport.checks import SOURCE
-from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import CheckpointFailed, InputError
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import Pieces, SourceTensors
 from vexport.records import Finding, Smoothing
-from vexport.records.values import plural
+from vexport.rules import source as rules
+from vexport.words import plural
 
-EXPECTED = "exponents that do not change the outputs of any layer"
-FIX = "pass the source that the checkpoint was made from, or export the checkpoint again"
 # NORMS maps layers to the norms that compute their inputs. NEXT_LAYER maps a layer to the layer
 # that reads its output channels, and PREVIOUS_LAYER is the inverse.
 NORMS: Mapping[str, str] = {
@@ -60,17 +57,12 @@ def check_smoothing(
     ]
     if misfits:
         tensor = source.tensors.get(misfits[0])
-        size = f", which is {tensor.dtype} {list(tensor.shape)}" if tensor else ", which is missing"
         others = f" (and {plural(len(misfits) - 1, 'more tensor')})" if len(misfits) > 1 else ""
-        got = f"exponents that do not fit the source's tensor{size}"
         return {}, (
-            error(
-                SOURCE,
+            Finding.at(
+                rules.EXPONENTS_OF_OTHER_SOURCE,
                 f"{file}: {misfits[0]}{others}",
-                claim="values",
-                expected=EXPECTED,
-                got=got,
-                fix=FIX,
+                tensor=f"{tensor.dtype} {list(tensor.shape)}" if tensor else "missing",
             ),
         )
     return smoothing, tuple(_objections(file, source, smoothing)) if smoothing else ()
@@ -85,13 +77,10 @@ def _objections(
     try:
         changed = layers_changed_by(source, smoothing, default_device())
     except (InputError, CheckpointFailed) as problem:
-        got = f"unverified exponents, because the source cannot run: {problem}"
-        fix = "ignore this if you trust the checkpoint's producer"
-        yield warning(SOURCE, str(file), claim="values", expected=EXPECTED, got=got, fix=fix)
+        yield Finding.at(rules.UNVERIFIED_EXPONENTS, str(file), reason=str(problem))
         return
     for name in changed:
-        got = "exponents that change the outputs"
-        yield error(SOURCE, f"{file}: {name}", claim="values", expected=EXPECTED, got=got, fix=FIX)
+        yield Finding.at(rules.EXPONENTS, f"{file}: {name}")
 
 
 class Factors:

@@ -6,7 +6,6 @@ in this process, which takes the memory of the dequantized model.
 
 import torch
 
-from vexport.checks.vllm.findings import error
 from vexport.engine.agreement import canary_findings, kl_limit, read_logprobs, symptom
 from vexport.engine.reference import (
     REFERENCE_FILE,
@@ -18,6 +17,7 @@ from vexport.errors import InputError
 from vexport.inference.answers import ServedSession
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Finding, LoadReport, LogprobAgreement, OnProgress, silent
+from vexport.rules import load, logprobs
 
 REFERENCE = "transformers with dequantized weights"
 
@@ -54,15 +54,8 @@ def judge_by_reference(
 
 def _refusal(served: ServedSession) -> Finding:
     assert served.result.failure is not None
-    return error(
-        "load",
-        str(served.checkpoint),
-        claim="refused",
-        expected="a checkpoint that vLLM loads",
-        got=served.result.failure.message,
-        fix="find the fault with `vexport check`, repair it with `vexport repair`, or export it "
-        "again",
-    )
+    reason = served.result.failure.message
+    return Finding.at(load.REFUSED, str(served.checkpoint), reason=reason)
 
 
 def _judge_canaries(
@@ -103,10 +96,8 @@ def _compare_with_reference(
     measured = read_logprobs(result.logprobs_file)
     not_numbers = int(torch.isnan(measured).any(dim=-1).sum())
     if not_numbers:
-        expected = "finite log-probabilities"
-        got = f"NaN at {not_numbers:,} of {len(measured):,} positions"
-        fix = "look for scales that are zero, infinite or missing with `vexport check`"
-        return None, [error("logprobs", where, claim="values", expected=expected, got=got, fix=fix)]
+        count = len(measured)
+        return None, [Finding.at(logprobs.NOT_A_NUMBER, where, wrong=not_numbers, count=count)]
     kept = result.logprobs_file.with_name(REFERENCE_FILE)
     try:
         reference = cached_reference(checkpoint, tokens, kept, on_progress)
@@ -131,9 +122,12 @@ def _compare_with_reference(
     )
     if mean_kl <= limit:
         return agreement, []
-    expected = f"a mean KL of at most {limit:g} to {REFERENCE}"
-    got = f"a mean KL of {mean_kl:.4g} over {len(kl):,} positions"
-    fix = "run `vexport check`: vLLM computes with other values than the checkpoint stores"
-    return agreement, [
-        error("logprobs", where, claim="values", expected=expected, got=got, fix=fix)
-    ]
+    found = Finding.at(
+        logprobs.DISTANCE,
+        where,
+        mean_kl=mean_kl,
+        count=len(kl),
+        limit=limit,
+        reference=REFERENCE,
+    )
+    return agreement, [found]
