@@ -137,7 +137,6 @@ def test_observer_keywords_are_checked(name: str, tmp_path: Path) -> None:
         ("{scheme: FP8, input_observer: mse, input_observer_kwargs: {grids: 9}}", "_kwargs.grids"),
         ("{scheme: FP8, observer_kwargs: {grid: 9}}", "observer_kwargs: got"),
         ("{scheme: FP8, observer: 'os:system'}", "--trust-remote-code"),
-        ("{scheme: FP8, observer: 'nowhere.of:It'}", "ModuleNotFoundError"),
     ],
 )
 def test_unsupported_observers_name_place(
@@ -161,12 +160,13 @@ def test_observer_of_other_package(
     )
     (tmp_path / "halves.py").write_text(code.removeprefix("python"))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    options = ("--scheme", "FP8_DYNAMIC", "--trust-remote-code", "--observer")
     for name, out in (("halves:HalfRange", "half"), ("memoryless_minmax", "whole")):
-        ran = vexport(
-            "quantize", llama, tmp_path / out, "--scheme", "FP8_DYNAMIC", "--observer", name
-        )
+        ran = vexport("quantize", llama, tmp_path / out, *options, name)
         assert ran.code == 0, ran.stderr
+    missing = vexport("plan", llama, *options, "nowhere.of:It")
+    assert missing.code == 2
+    assert "ModuleNotFoundError" in missing.stderr
     half, whole = (load_file(tmp_path / out / "model.safetensors") for out in ("half", "whole"))
     key = f"{LAYER}.weight_scale"
     torch.testing.assert_close(half[key].float() * 2, whole[key].float(), rtol=0.01, atol=0)
@@ -206,8 +206,10 @@ def test_observers_of_older_documents(
     """
     (tmp_path / "older.py").write_text(OLDER)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    options = ("--scheme", "FP8", "--calibration", text, "--samples", "1", "--rounding", "nearest")
+    options = (
+        *("--scheme", "FP8", "--trust-remote-code", "--calibration", text),
+        *("--samples", "1", "--rounding", "nearest"),
+    )
     for name, out in (("older:Halved", "half"), ("memoryless_minmax", "whole")):
         observers = ("--observer", name, "--input-observer", name)
         ran = vexport("quantize", llama, tmp_path / out, *options, *observers)
@@ -217,8 +219,8 @@ def test_observers_of_older_documents(
         found, expected = half[f"{LAYER}.{kind}"].float() * 2, whole[f"{LAYER}.{kind}"].float()
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     for command in ("plan", "quantize"):
-        output = () if command == "plan" else (tmp_path / "refused", *options[2:])
-        arguments = (command, llama, *output, "--scheme", "FP8")
+        output = () if command == "plan" else (tmp_path / "refused", *options[3:])
+        arguments = (command, llama, *output, "--scheme", "FP8", "--trust-remote-code")
         ran = vexport(*arguments, "--observer", "older:Ignored")
         assert ran.code == 2
         assert_contains(ran.stderr, "override update_statistics_from_observed")

@@ -29,7 +29,6 @@ from vexport.formats.schemes import (
 from vexport.names import Folder, SourceRef
 from vexport.plan.blocks import quantized_bytes
 from vexport.plan.build import PlanSettings, build_plan, fitting_sizes, hidden_rule_notes
-from vexport.plan.observer_code import untrusted_place
 from vexport.plan.shapes import kind_of_group, unsupported
 from vexport.records import (
     GroupSize,
@@ -115,7 +114,7 @@ def rules_and_settings(
         )
     if request.recipe is not None:
         recipe = read_recipe(request.recipe)
-        require_trusted_observers(recipe.rules, (request.recipe.parent,), trusted=trust_remote_code)
+        require_trusted_observers(recipe.rules, trusted=trust_remote_code)
         for text in recipe.notes:
             note(text)
         smoothing = recipe.smoothing if request.smoothing is None else request.smoothing
@@ -253,16 +252,14 @@ def with_default_text(scenarios: Sequence[Scenario], note: Callable[[str], None]
     ]
 
 
-def require_trusted_observers(
-    rules: Sequence[Rule], folders: Sequence[Path] = (), *, trusted: bool
-) -> None:
-    """Raise InputError for each observer `package.module:Class` whose code is not trusted.
+def require_trusted_observers(rules: Sequence[Rule], *, trusted: bool) -> None:
+    """Raise InputError for each observer `package.module:Class`, unless `trusted` is True.
 
-    Code in the current folder and in `folders` (the folder of a scenario or recipe) is refused
-    unless `trusted` is True. The option --trust-remote-code sets it.
+    The option --trust-remote-code sets it. Importing a module runs its code, and rules may come
+    from other people: from a scenario, a recipe or a file of options.
     """
     if not trusted:
-        raise_all([problem for rule in rules for problem in _untrusted_observers(rule, folders)])
+        raise_all([problem for rule in rules for problem in _observers_with_code(rule)])
 
 
 def require_trusted_scenario(
@@ -275,7 +272,7 @@ def require_trusted_scenario(
     """
     if trusted:
         return
-    require_trusted_observers(scenario.rules, (file.parent,), trusted=trusted)
+    require_trusted_observers(scenario.rules, trusted=trusted)
     given = {"serve.engine_args": scenario.serve.engine_args}
     variants = scenario.variants
     if variants is not None:
@@ -303,18 +300,14 @@ def require_trusted_scenario(
     raise_all(problems)
 
 
-def _untrusted_observers(rule: Rule, folders: Sequence[Path]) -> Iterator[InputError]:
+def _observers_with_code(rule: Rule) -> Iterator[InputError]:
     for key, name in (("observer", rule.observer), ("input_observer", rule.input_observer)):
-        if name is None or name in OBSERVERS or CLASS_SEPARATOR not in name:
-            continue
-        place = untrusted_place(name, folders)
-        if place is not None:
+        if name is not None and name not in OBSERVERS and CLASS_SEPARATOR in name:
             yield InputError(
                 f"rule {rule.match!r}: {key}",
-                got=f"{name} with code in {place}",
-                need="an observer in an installed package or a folder of PYTHONPATH, outside the "
-                "current folder and the scenario's folder",
-                fix="move the code there, or allow it with --trust-remote-code",
+                got=f"{name}, whose code vexport would run",
+                need="permission to run code",
+                fix="use an observer of vexport, or add --trust-remote-code",
             )
 
 
