@@ -360,7 +360,6 @@ def resolve(
 
 
 def _text_models(config: Mapping[str, Json], table: ArchitectureTable) -> Iterator[str]:
-    """Yield the text models that the nested configs name, by class or by model type."""
     for nested in config.values():
         if not isinstance(nested, dict):
             continue
@@ -402,7 +401,6 @@ def _joined(outer: Architecture, inner: Architecture) -> Architecture:
 
 
 def _newer_note(name: str, version: Version) -> tuple[Finding, ...]:
-    """Return a note on a class that was added in a version of vLLM after `PINNED`."""
     if name in architecture_table().architectures or version == PINNED:
         return ()
     vllm = short_version(version)

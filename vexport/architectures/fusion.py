@@ -190,7 +190,6 @@ def all_names(modules: Iterable[str], architecture: Architecture) -> tuple[str, 
 
 
 def _of_first_expert(module: str) -> str:
-    """Return the name of the same projection in the layer's first expert, or `module` itself."""
     experts = moe_layer(module)
     return f"{experts}.0.{module.rpartition('.')[2]}" if experts else module
 

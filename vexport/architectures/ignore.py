@@ -115,7 +115,6 @@ def ignored_head(linears: Iterable[str]) -> tuple[str, ...]:
 
 
 def _entries(layer: FusedLayer, names: Names, quantized: Sequence[str]) -> Iterator[str]:
-    """Yield entries for a layer that is kept: its names, or one pattern for all routed experts."""
     if layer.experts is not None:
         yield from patterns_below(layer.experts, r"\..*", names.architecture, quantized)
         return
@@ -148,7 +147,6 @@ def _outside_pattern(module: str, stacks: Set[str]) -> str | None:
 
 
 def _experts_around(tensor: str, names: Names, quantized: Sequence[str]) -> Iterator[str]:
-    """Return patterns for the routed experts of the layer around a tensor."""
     stack = NUMBERED_LAYER.search(tensor)
     layer = tensor[: stack.end() - 1] if stack else ""
     return patterns_below(layer, r"\..*\bexperts\..*", names.architecture, quantized)

@@ -244,7 +244,6 @@ def _split_experts(
 
 
 def _is_single(name: str) -> bool:
-    """Return True if a tensor belongs to a single expert."""
     return moe_layer(split_name(name)[0]) is not None
 
 

@@ -231,7 +231,6 @@ def _tensors(
 def _shape(
     row: LayoutRow, values: ConfigValues, i: int, layers: int
 ) -> tuple[int | None, ...] | None:
-    """Return the shape of a row's tensors in layer `i`, or None if it is unknown."""
     if row.shape is None:
         return None
     sides = tuple(size(side, values, i=i, layers=layers) if side else None for side in row.shape)

@@ -49,7 +49,6 @@ def parts_of(layer: FusedLayer, members: Sequence[LinearPlan], names: Names) -> 
 
 
 def _ends(sizes: Iterable[int]) -> set[int]:
-    """Return the last row of each part."""
     return {*accumulate(sizes)}
 
 

@@ -117,7 +117,6 @@ def _descriptions(text: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
 
 
 def _rows(rope: Mapping[str, Json], positions: int) -> int:
-    """Return the number of rows of the table that vLLM builds for a description."""
     kind = rope.get("rope_type", rope.get("type"))
     original = _whole(rope.get(ORIGINAL)) or positions
     if "mrope_section" in rope:
@@ -138,7 +137,6 @@ def _times(rows: int, factor: Json) -> int:
 
 
 def _whole(value: Json) -> int:
-    """Return a positive whole number unchanged, and 0 for every other value."""
     is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
     return min(value, LARGEST) if is_size and isinstance(value, int) else 0
 

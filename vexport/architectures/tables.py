@@ -57,7 +57,6 @@ def _entries(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _changes(file: str, version: Version) -> str:
-    """Return the changes of a table for a version as JSON text, empty if there are none."""
     place = VERSIONS.joinpath(short_version(version), file)
     return place.read_text(encoding="utf-8") if place.is_file() else ""
 
