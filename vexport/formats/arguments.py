@@ -149,7 +149,6 @@ def contradictions(args: Arguments) -> Iterator[str]:
 
 
 def _contradictions(args: QuantArgs) -> Iterator[str]:
-    """Yield contradictory arguments of the weights or of the inputs."""
     size, strategy = args.group_size, args.strategy
     if strategy in GROUPED and (size is None or size <= 0):
         yield f"strategy {strategy} {_with_value('group_size', size)}"
@@ -164,12 +163,10 @@ def _contradictions(args: QuantArgs) -> Iterator[str]:
 
 
 def _with_value(key: str, value: object) -> str:
-    """Return `with group_size 0`, or `without group_size` if there is no value."""
     return f"without {key}" if value is None else f"with {key} {value}"
 
 
 def _contradictory_dynamic(args: QuantArgs) -> Iterator[str]:
-    """Yield strategies that are static but must be dynamic, or dynamic but must be static."""
     if args.strategy == "token" and not args.dynamic:
         yield "a strategy token that is not dynamic"
     if args.dynamic and args.strategy not in DYNAMIC:

@@ -152,7 +152,6 @@ def _experts_together(
 
 
 def _arguments(group: FusionGroup) -> SchemeArgs:
-    """Return the arguments of a group's scheme with its observers."""
     args = group.scheme.args
     inputs = args.input_activations
     if inputs is not None and group.input_observer is not None:
@@ -164,7 +163,6 @@ def _arguments(group: FusionGroup) -> SchemeArgs:
 
 
 def _json(args: QuantArgs | None) -> Json:
-    """Return the arguments as in config.json."""
     dumped: Json = None if args is None else arguments_adapter().dump_python(args, mode="json")
     return dumped
 

@@ -346,7 +346,6 @@ class Int4(Int8):
 
 
 def _bytes(args: Arguments, shape: tuple[int, int]) -> dict[str, Parameter]:
-    """Return integers stored in bytes, and their scales."""
     return {
         "weight": exact("I8", shape, along=(0, 1)),
         "weight_scale": scale(args.weights, shape),

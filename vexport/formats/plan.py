@@ -19,7 +19,6 @@ from vexport.records.observer_names import OptionValue
 
 
 def _read_scheme(value: object) -> Scheme:
-    """Return the scheme with a name from JSON. Raises ValueError if the name is unknown."""
     if isinstance(value, Scheme):
         return value
     if not isinstance(value, str):

@@ -311,7 +311,6 @@ def _with_groups(args: SchemeArgs, group_size: int | None) -> SchemeArgs:
 
 
 def _scheme(name: str, args: SchemeArgs) -> Scheme:
-    """Return a scheme. Raises InputError if vLLM cannot run it, or if vexport cannot write it."""
     storage = format_of(args)
     if isinstance(storage, str):
         raise InputError(
@@ -329,7 +328,6 @@ def _size(name: re.Match[str]) -> int | None:
 
 
 def _describe_group_size(group_size: int | None, strategy: Strategy = "channel") -> str:
-    """Describe a group size for error messages."""
     if group_size is not None:
         return f"groups of {group_size}"
     return {"block": "a scale per block", "tensor": "a scale per tensor"}.get(
@@ -440,7 +438,6 @@ def _spelled(args: QuantArgs) -> str:
 
 
 def _args(text: str) -> QuantArgs:
-    """Return the arguments that a part of a name spells out."""
     match = _TENSOR_NAME.fullmatch(text)
     assert match is not None
     kind, bits, strategy, size, columns, asymmetric, dynamic = match.groups(default="")
