@@ -73,7 +73,6 @@ def _overlap(output: NamedPath, relation: str, other: NamedPath) -> InputError:
 
 
 def _relation(output: Path, other: Path) -> str:
-    """Describe how an output and another path overlap. Return "" if they do not."""
     inside, contains = _is_within(output, other), _is_within(other, output)
     if inside and contains:
         return "the same path as"
@@ -129,7 +128,6 @@ def _is_same_file(one: Path, other: Path) -> bool:
 
 
 def _linked_files(folder: NamedPath) -> Iterator[NamedPath]:
-    """Yield the links directly inside an input folder."""
     if folder.path.is_dir():
         for entry in sorted(folder.path.iterdir()):
             if entry.is_symlink():
@@ -242,7 +240,6 @@ class FolderKind:
         return parts
 
     def _unfinished(self, folder: Path) -> Path:
-        """Return the folder in which the checkpoint is prepared."""
         return folder / f".{self.checkpoint}.partial"
 
 

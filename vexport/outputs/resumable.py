@@ -221,7 +221,6 @@ def _locked(work: Path, path: Path) -> Iterator[TextIO]:
 
 
 def _require_ours(work: Path, path: Path) -> None:
-    """Raise InputError if a working folder has links, or files that vexport did not write."""
     for entry in foreign_entries(work):
         raise _foreign_entry_error(entry, path)
 
