@@ -96,7 +96,6 @@ def round_sites(
 
 
 def _source_weight(model: QuantizedModel, member: LinearPlan) -> torch.Tensor:
-    """Read the weight (out, in) of a layer from the source."""
     return read_weight(model.reader, model.index.tensors[member.weight], member.part)
 
 

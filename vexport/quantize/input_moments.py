@@ -95,7 +95,6 @@ class InputMoments:
         return strength_of(group) if site.is_aligned and not self._no_refit else GPTQ
 
     def _token_weights(self, site: Site, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Return the weights of a row's tokens, or None if they are unknown or not used."""
         if not all(
             self._strength(group, site).weighs_tokens for group in site.groups_rounded_by_text
         ):

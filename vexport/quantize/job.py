@@ -188,7 +188,6 @@ def write_checkpoint(
 
 
 def _require_separate(job: QuantizeJob, source: Path | None) -> None:
-    """Raise InputError if an input overlaps `out`, its working folder or its folder OUT.failed."""
     inputs = [NamedPath(label="SOURCE", path=source)] if source else []
     for path in job.calibration.paths if job.calibration else ():
         inputs.append(NamedPath(label="--calibration", path=path))
@@ -306,7 +305,6 @@ def _relative_data(name: str, column: str | None, folder: Path, key: str) -> dic
 
 
 def _source(index: SourceIndex) -> Iterator[tuple[str, Json]]:
-    """Yield facts about the source: its revision on the hub, its headers' digest and its bytes."""
     if index.root.parent.name == SNAPSHOTS:
         yield "revision", index.root.name
     yield HEADERS_DIGEST, headers_digest(index)
@@ -318,7 +316,6 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def _name(source: SourceRef, plan: Plan) -> str:
-    """Return a scenario name: the last part of the source's name, and the schemes."""
     name = "-".join((source.file_name, *plan.schemes))
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-._") or "model"
 

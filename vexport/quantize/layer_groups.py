@@ -153,7 +153,6 @@ def _with_auto_scheme(rules: Sequence[Rule], scheme: str) -> list[Rule]:
 
 
 def _rule_settings(group: FusionGroup) -> dict[str, object]:
-    """Return a group's settings as keys of a rule, without the scheme."""
     keys = ("observer", "observer_kwargs", "input_observer", "input_observer_kwargs", "rounding")
     settings = {key: getattr(group, key) for key in keys}
     if group.strength is None and group.ridge is None:

@@ -146,12 +146,10 @@ class PlanCalibration:
         )
 
     def _smoothed_groups(self, candidates: Sequence[FusionGroup]) -> Sequence[FusionGroup]:
-        """Return the groups whose inputs are smoothed, from `candidates` or from the whole plan."""
         return smoothed_groups(candidates or self.plan.groups) if self.plan.smoothing else ()
 
     @property
     def _weighs_tokens(self) -> bool:
-        """Return True if weights are rounded with tokens weighted by their gradients."""
         from vexport.quantize.gptq import weighs_tokens
 
         return weighs_tokens(self.plan.groups)

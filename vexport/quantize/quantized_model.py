@@ -99,7 +99,6 @@ class QuantizedModel:
         return weights
 
     def _input_rounding(self, group: FusionGroup) -> InputRounding | None:
-        """Return the rounding of a group's inputs, or None if they are not rounded."""
         args = ct_scheme(group.scheme.args).input_activations
         if args is None:
             return None
@@ -185,7 +184,6 @@ class QuantizedModel:
 
 @contextmanager
 def _replaced(model: torch.nn.Module, name: str, value: torch.Tensor) -> Iterator[None]:
-    """Replace the value of a parameter inside the block."""
     owner_name, _, parameter = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     before = getattr(owner, parameter)

@@ -198,7 +198,6 @@ class RoundingWatcher:
         return on_first(lambda: self._done.report_of(number))
 
     def _repeat(self, layer: Layer, known: LayerRounding) -> None:
-        """Run the quantized stream through a layer that an earlier call has rounded."""
         self._model.record_statistics(known)
         groups = self._groups[layer.number]
         rounded = dict[LinearPlan, torch.Tensor]()
@@ -233,7 +232,6 @@ class RoundingWatcher:
         return LayerRounder(self._model, groups, self._inputs, self._statistics, self._tokens)
 
     def _inputs_of(self, groups: Sequence[FusionGroup]) -> GroupInputs:
-        """Return the inputs of the groups that calibration text affects."""
         wanted = [
             group
             for group in groups
@@ -242,11 +240,9 @@ class RoundingWatcher:
         return GroupInputs(self._walk.places, wanted)
 
     def _runs(self, run: Callable[[int], object]) -> list[Callable[[], object]]:
-        """Return a function for each row of the quantized stream, which runs the row."""
         return [partial(run, index) for index in range(len(self._quantized))]
 
     def _run(self, layer: Layer, index: int) -> None:
-        """Run a row of the quantized stream through a layer."""
         self._quantized[index] = self._walk.run_row(layer, index, self._quantized[index])
 
     def _state_error(self) -> float:

@@ -97,6 +97,5 @@ def scales_of(qparams: QParamsDict) -> Scales:
 
 
 def _float32(values: torch.Tensor) -> Floats:
-    """Return values of any device as float32 in main memory."""
     array: Floats = values.to("cpu", torch.float32).numpy()
     return array

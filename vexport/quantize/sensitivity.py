@@ -107,7 +107,6 @@ def _trials(
     layer_groups: Sequence[LayerGroup],
     known: Mapping[str, Mapping[str, float]],
 ) -> list["Trial"]:
-    """Return the trials with unknown losses, in the order of the layers that they change."""
     trials: list[Trial] = []
     for layer_group in layer_groups:
         for option in layer_group.options:
@@ -253,7 +252,6 @@ class TrialWatcher:
                 self._changed[trial] = self._run_rows(layer, self._layer_inputs)
 
     def _run_rows(self, layer: Layer, states: States) -> States:
-        """Run all rows of a trial through a layer."""
         return [self._walk.run_row(layer, index, row).to("cpu") for index, row in enumerate(states)]
 
     def losses(self) -> dict[Trial, float]:

@@ -100,7 +100,6 @@ def little_text_of_plan(plan: Plan, tokens: int, *, at_most: bool = False) -> st
 
 
 def _little_text_line(amount: str, tokens: int, columns_of: Mapping[str, int]) -> str | None:
-    """Return a warning if tokens are too few for the columns of some layers."""
     columns_of_kind = {
         with_stars(name): columns
         for name, columns in columns_of.items()
