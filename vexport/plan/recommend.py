@@ -56,7 +56,6 @@ def _on_gpu(name: str, sm: int) -> SchemeOnGpu:
 
 
 def _is_choice(outlook: SchemeOutlook) -> bool:
-    """Return True if the scheme fits the model and the GPU of the table runs it natively."""
     return outlook.fits and outlook.is_native
 
 

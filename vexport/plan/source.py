@@ -136,7 +136,6 @@ def ignored_rules(ignore: Sequence[str]) -> tuple[Rule, ...]:
 
 
 def _at_option(problem: ValidationProblem) -> InputError:
-    """Return the problem of a rule's key as an error of the option with the same name."""
     return problem.at(f"--{problem.keys[0]}".replace("_", "-"))
 
 
@@ -361,7 +360,6 @@ def plan_headers(
 
 
 def _observer_problems(rule: Rule) -> Iterator[InputError]:
-    """Yield the problems of a rule's observers from other packages."""
     if rule.scheme in (KEEP, AUTO):
         return
     args = get_scheme(rule.scheme).args
@@ -376,7 +374,6 @@ def _observer_problems(rule: Rule) -> Iterator[InputError]:
 def _class_problems(
     rule: Rule, key: str, name: str, args: QuantArgs, keywords: Mapping[str, OptionValue]
 ) -> Iterator[InputError]:
-    """Yield the reasons why a rule cannot use an observer class of another package."""
     require_extra("torch", f"the observer {name}")
     from vexport.observers import IMatrixMSEObserver, Observer
 
@@ -475,7 +472,6 @@ def _kinds(index: SourceIndex, plan: Plan) -> list[_Kind]:
 
 
 def _stored_bytes(index: SourceIndex, group: FusionGroup, scheme: Scheme) -> int:
-    """Return the number of bytes of a group's tensors if it is quantized in this scheme."""
     return quantized_bytes(index, (replace(group, scheme=scheme),))
 
 
