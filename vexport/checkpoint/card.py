@@ -29,7 +29,6 @@ def inherited_card(root: Path) -> Mapping[str, str | tuple[str, ...]]:
 
 
 def _source_fields(card: str) -> Mapping[str, str | tuple[str, ...]]:
-    """Return the keys of INHERITED in the front matter of a card."""
     first, *rest = card.split("\n---", 1)
     if not rest or not first.startswith("---"):
         return {}
@@ -56,7 +55,6 @@ def _word(node: yaml.Node) -> str:
 
 
 def _beginning(file: Path) -> str:
-    """Return the first bytes of a text file, or "" without a file."""
     with suppress(OSError):
         if file.is_file():
             with file.open("rb") as stream:

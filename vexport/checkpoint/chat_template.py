@@ -65,7 +65,6 @@ def _files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _named_files(root: Path) -> list[Path]:
-    """Return the templates in the templates folder, without anything that is not a file."""
     return sorted(file for file in (root / _FOLDER).glob("*.jinja") if file.is_file())
 
 

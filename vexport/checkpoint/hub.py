@@ -112,7 +112,6 @@ def downloaded(name: HubName) -> str | None:
 
 
 def _is_any(error: BaseException | None, names: set[str]) -> bool:
-    """Return True if the class of an error, or of one of its causes, has one of these names."""
     if error is None:
         return False
     is_one = any(cls.__name__ in names for cls in type(error).__mro__)

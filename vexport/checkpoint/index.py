@@ -141,7 +141,6 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 
 def _require_strings(metadata: object) -> None:
-    """Raise ValueError unless the metadata of a header is null or an object of strings."""
     if metadata is None:  # safetensors treats null as no metadata
         return
     if not isinstance(metadata, dict):
@@ -152,7 +151,6 @@ def _require_strings(metadata: object) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of a header. Raise ValueError for a key that occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -162,10 +160,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensor(file: Path, name: str, entry: Json, base: int) -> TensorInfo:
-    """Return the tensor that an entry of a header describes.
-
-    Raise ValueError for an invalid entry.
-    """
     if not isinstance(entry, dict):
         raise ValueError(f"{name} is {json_type(entry)}, not an object")
     if missing := [field for field in FIELDS if field not in entry]:
@@ -434,7 +428,6 @@ def weight_files(root: Path) -> list[Path]:
 
 
 def _shard_problems(root: Path, name: str) -> Iterator[InputError]:
-    """Yield the problems of a file name in an index."""
     file, index = file_inside(root, name), str(root / INDEX_NAME)
     if file is None:
         fix = "discard this checkpoint: its index points outside the folder"

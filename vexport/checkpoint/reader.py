@@ -167,7 +167,6 @@ class Reader:
             return self._maps[file]
 
     def _bounds(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> tuple[int, int]:
-        """Return the start and end of a view in its file."""
         if not view.size:
             return 0, 0
         low, high = np.lib.array_utils.byte_bounds(view)

@@ -234,7 +234,6 @@ def header_files(name: HubName, on_progress: OnProgress) -> Iterator[Path]:
 
 
 def _with_model_name(error: InputError, root: Path, name: str) -> InputError:
-    """Return the error with the model's name in place of the temporary folder."""
     where, got, need, fix = (
         text.replace(str(root), name) for text in (error.where, error.got, error.need, error.fix)
     )
