@@ -123,7 +123,6 @@ def _digest_error_as_warning(finding: Finding) -> Finding:
 
 
 def _families() -> Sequence[Family]:
-    """Return the families of repairs that can run here."""
     if not is_installed("torch"):
         return CONFIG_ONLY
     from vexport.repair.families import FAMILIES
@@ -176,7 +175,6 @@ def _report(
 def _with_change(
     repair: Repair, before: CheckpointView, after: CheckpointView, source: "ComparedSource | None"
 ) -> Repair:
-    """Add to a repair how far it moved the weight of its layer."""
     if repair.layer is None:
         return repair
     from vexport.repair.families import weight_change

@@ -191,7 +191,6 @@ def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
 
 
 def _is_first_fit(view: CheckpointView, fused: FusedLayer, group: ConfigGroup) -> bool:
-    """Return True if this group is the first group in the config that all members fit."""
     members = [view.model.modules[name] for name in fused.members]
     groups = view.quantization.config_groups
     owners = (each for each in groups if all(fits(each, parameters) for parameters in members))
@@ -235,7 +234,6 @@ def _unquantized(view: CheckpointView) -> Iterator[str]:
 def _with_names(
     view: CheckpointView, key: str, names: Sequence[str], *place: str
 ) -> CheckpointView:
-    """Replace a list of the quantization config: `ignore`, or the targets of a group."""
     config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     object_at(config, QUANTIZATION_CONFIG, *place)[key] = list(names)
     return CheckpointView(replace(view.index, config=config), view.reader)

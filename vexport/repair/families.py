@@ -179,7 +179,6 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
 
 
 def _rows(view: CheckpointView) -> dict[str, int | None]:
-    """Return the out_features of every linear layer, or None for layers of unknown size."""
     rows: dict[str, int | None] = {}
     for fused in view.model.fused_layers:
         members = view.layers.members_with_sizes(fused, view.lookup.group_of(fused))

@@ -208,7 +208,6 @@ def _weight_in_source(origins: SourceTensors | None, layer: StoredLayer) -> torc
 
 
 def _scales(view: CheckpointView, fused: FusedLayer, parameter: str) -> dict[str, float]:
-    """Return the valid global scales of a fused layer's members."""
     stored = {
         name: single_value(view.reader, view.model.modules[name].get(parameter))
         for name in fused.members
@@ -265,7 +264,6 @@ def _are_separate(view: CheckpointView, groups: Sequence[Scales]) -> bool:
 
 
 def _largest_block(view: CheckpointView, name: str) -> float:
-    """Return the largest block scale of a layer, or 0 if it has none."""
     tensor = view.layers.by_name[name].parameters.get("weight_scale")
     if tensor is None or not tensor.num_bytes:
         return 0.0
@@ -347,7 +345,6 @@ def _scale_matching_source(
 
 
 def _with_scale(view: CheckpointView, layer: StoredLayer, scale: float) -> torch.Tensor:
-    """Return a layer's stored weight, dequantized with this global scale."""
     assert layer.group is not None
     stored = read_parameters(view, layer.parameters)
     stored[WEIGHT] = torch.full(stored[WEIGHT].shape, scale, dtype=stored[WEIGHT].dtype)
@@ -450,7 +447,6 @@ def _closer_storage(
 
 
 def _scalar(tensor: TensorInfo, value: float, repair: Repair) -> Changes:
-    """Replace the value of a scalar tensor."""
     spec = TensorSpec(name=tensor.name, dtype="F32", shape=tensor.shape)
     edit = Edit(
         tensors={FAMILY: spec},
@@ -463,7 +459,6 @@ def _scalar(tensor: TensorInfo, value: float, repair: Repair) -> Changes:
 def _rescaled(
     view: CheckpointView, layer: StoredLayer, actual: float, shared: float
 ) -> Mapping[str, torch.Tensor]:
-    """Return block scales relative to the shared global scale, and the global scale."""
     stored = read_parameters(
         view, {parameter: layer.parameters[parameter] for parameter in ("weight_scale", WEIGHT)}
     )
@@ -479,7 +474,6 @@ def _rescaled(
 def _requantized(
     group: ConfigGroup, weight: torch.Tensor, shared: float
 ) -> Mapping[str, torch.Tensor]:
-    """Quantize a layer again from its weight in the source, with min-max ranges."""
     observer = MemorylessMinMaxObserver("weight", replace(group.weights, observer_kwargs={}))
     observer.forward(weight)
     global_scale = torch.tensor([shared])
