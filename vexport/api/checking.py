@@ -171,8 +171,6 @@ def _outcomes(
     against: SourceComparison | None,
     digests: Name | None,
 ) -> dict[str, CheckReport | VexportError]:
-    """Return the report of each checkpoint, or the error if the checkpoint cannot be read."""
-
     def outcome(name: str, root: Path) -> CheckReport:
         file = None if digests is None else str(digests)
         known = named_digests(file, root)
@@ -182,7 +180,6 @@ def _outcomes(
 
 
 def _source_comparison(settings: CheckSettings) -> SourceComparison | None:
-    """Return the comparison with the source, or None without a source."""
     if settings.source is None:
         return None
     require_extra("torch", "--source")

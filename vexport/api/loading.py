@@ -150,7 +150,6 @@ def load_all(
 
 
 def _unread_dry(name: str, findings: tuple[Finding, ...]) -> DryLoadReport:
-    """Return the report of a checkpoint that cannot be read, and is not loaded."""
     return DryLoadReport(
         checkpoint=name, ok=False, findings=findings, vllm="", cells=(), rows=(), blind_spots=()
     )
