@@ -142,7 +142,6 @@ def problems_of(request: ArgumentSet) -> Iterator[VexportError]:
 
 
 def _prefix_caching(request: ArgumentSet, version: str) -> Iterator[InputError]:
-    """Yield an error for a prefix cache, unless vLLM skips it to score the tokens of a prompt."""
     from vllm import SamplingParams
 
     if not request.arguments.get("enable_prefix_caching"):

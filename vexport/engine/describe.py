@@ -67,7 +67,6 @@ class DescribeKernels:
 
 
 def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str, str]:
-    """Return a layer's scheme, kernel, the roundings that the kernel skips, and input bits."""
     scheme = getattr(layer, "scheme", None) or layer.quant_method
     chosen, name = kernel_of(scheme)
     bits = activation_bits(scheme, chosen, name)

@@ -141,7 +141,6 @@ def _joined(
     require: Require,
     vllm_is_there: bool,
 ) -> CheckReport:
-    """Add a checkpoint's dry load, or the reason why there is none, to its check report."""
     if isinstance(outcome, InputError):
         return _not_loaded(report, outcome.got)
     if isinstance(outcome, VexportError):
@@ -220,7 +219,6 @@ def downgrade_errors(
 
 
 def _can_be_overruled(finding: Finding) -> bool:
-    """Return True if the finding is an error that a dry load would show."""
     return finding.severity == "error" and bool(finding.loader_faults)
 
 
@@ -324,7 +322,6 @@ def _may_not_load(job: "QuantizeJob", reason: str) -> str:
 
 
 def _shared_note(job: "QuantizeJob", shared: Sequence[Finding]) -> Iterator[str]:
-    """Yield a note if the unquantized source has errors as well."""
     if shared:
         first = shared[0].brief
         more = f" ({len(shared) - 1:,} more)" if len(shared) > 1 else ""

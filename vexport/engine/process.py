@@ -127,7 +127,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal_until_gone(process: subprocess.Popen[bytes], number: int, seconds: float) -> None:
-    """Send a signal to a group, and wait up to `seconds` for its end."""
     deadline = time.monotonic() + seconds
     with suppress(ProcessLookupError, PermissionError):  # no process of the group is left
         os.killpg(process.pid, number)

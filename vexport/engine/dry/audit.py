@@ -205,7 +205,6 @@ def _region(tensor: torch.Tensor) -> Region:
 
 
 def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterator[Miscopy]:
-    """Yield the faults of a stored tensor."""
     fault, tensor = partial(Miscopy, where=name, layer=layer), source.tensor
     shape = list(tensor.shape)
     read = ranks * sum(source.read.values()) // tensor.element_size()
@@ -224,7 +223,6 @@ def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterat
 
 
 def _layer(parameter: str) -> str:
-    """Return the kind of layer that a parameter belongs to."""
     return with_stars(parameter.rpartition(".")[0])
 
 
@@ -266,7 +264,6 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _tensors(values: tuple[object, ...]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments, also in nested lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

@@ -99,7 +99,6 @@ def _all_have(backends: Mapping[str, Sequence[str]], objection: str) -> bool:
 
 
 def _with_values(objections: Sequence[str], settings: Mapping[str, str]) -> str:
-    """Return objections with the values of the model: `head_size 192 not supported`."""
     words = []
     for objection in objections:
         key, _, rest = objection.partition(" ")

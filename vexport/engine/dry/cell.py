@@ -104,7 +104,6 @@ def is_limit(text: str) -> bool:
 
 
 def _is_raised_in_class(error: Exception) -> bool:
-    """Return True if the code of a model class of vLLM raised the exception."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(_CLASS_CODE.search(frame.f_code.co_filename) for frame, _ in frames)
 
@@ -225,7 +224,6 @@ def _harmless_casts(faults: Sequence[Miscopy], checkpoint: Path) -> set[Miscopy]
 
 
 def _keeps_values(tensor: torch.Tensor, cast: Miscopy) -> bool:
-    """Return True if a cast and its reverse keep the values of a tensor."""
     stored = tensor.to(_dtype(cast.got))
     again = stored.to(_dtype(cast.expected)).to(stored.dtype)
     return bool(torch.equal(stored.nan_to_num(), again.nan_to_num()))
@@ -278,7 +276,6 @@ def _signature(models: Mapping[str, torch.nn.Module]) -> str:
 
 
 def _optional(model: torch.nn.Module) -> Iterator[str]:
-    """Yield the parameters that need no stored tensor."""
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
     for name, module in model.named_modules():

@@ -202,7 +202,6 @@ def _capability(device: object = None) -> tuple[int, int]:
 
 
 def _properties(device: object = None) -> SimpleNamespace:
-    """Return the properties of a device that vLLM and FlashInfer read."""
     major, minor = _capability()
     return SimpleNamespace(
         major=major,

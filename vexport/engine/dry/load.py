@@ -333,7 +333,6 @@ def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
 
 
 def _in_cells(place: str, cells: Sequence[Cell], results: Sequence[CellResult]) -> str:
-    """Return `place`, followed by the cells in brackets unless they are all cells."""
     if len(cells) == len(results):
         return place
     sizes = dict.fromkeys(str(cell.tp) for cell in cells)
@@ -461,7 +460,6 @@ def _unquantized_findings(
 
 
 def _report_or_fault(load: DryLoad, on_progress: OnProgress) -> DryLoadReport | EngineFault:
-    """Return the report on a single checkpoint, or the fault that ended its process."""
     try:
         (report,) = load.reports(on_progress)
     except EngineFault as fault:

@@ -122,7 +122,6 @@ def _config_class(stored: Mapping[str, Json]) -> type[transformers.PretrainedCon
 
 
 def _without_quantization(config: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the config and the configs in it without their quantization."""
     return {
         key: _without_quantization(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -131,7 +130,6 @@ def _without_quantization(config: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _saved_tensors(folder: Path, stored: Mapping[str, Json]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors that transformers saves for the model of a config, on the meta device."""
     model_class = _transformers_class(stored)
     assert model_class is not None, "transformers lacks this class"
     config = _config_class(stored).from_pretrained(folder)
@@ -144,7 +142,6 @@ def _saved_tensors(folder: Path, stored: Mapping[str, Json]) -> Mapping[str, tor
 
 
 def _write_headers(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file with these tensors, without their values."""
     entries: dict[str, Json] = {}
     end = 0
     for name, tensor in tensors.items():

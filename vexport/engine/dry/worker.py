@@ -138,7 +138,6 @@ def _skip_tries(cells: Sequence[Sequence[DryTry]], reason: str) -> None:
 
 
 def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list[list[CellResult]]:
-    """Add the unquantized model's result to each result with an error."""
     kinds: dict[tuple[int, Cell], ControlKind] = {}
     for number, cells in enumerate(results):
         for result in cells:
@@ -191,7 +190,6 @@ def _with_same_refusal(
     kinds: Mapping[tuple[int, Cell], ControlKind],
     controls: Mapping[tuple[int, Cell], CellResult],
 ) -> dict[tuple[int, Cell], ControlKind]:
-    """Return the cells in which vLLM refuses the unquantized model for the same reason."""
     stored = {
         (number, kind): _stored_names(_control_folder(request, number, kind))
         for number, kind in _distinct_models(kinds)
@@ -303,7 +301,6 @@ def _in_fork(request: DryRequest, work: Callable[[], bool]) -> bool:
 def _try_control_cells(
     request: DryRequest, kinds: Mapping[tuple[int, Cell], ControlKind]
 ) -> dict[tuple[int, Cell], CellResult]:
-    """Try unquantized models for the given checkpoints and cells, and return the results."""
     tries = {
         (number, cell): _ranks(
             DryTry(request=request, number=number, cell=cell, rank=0, control=kind)
@@ -315,7 +312,6 @@ def _try_control_cells(
 
 
 def _package_that_raised(error: Exception) -> str:
-    """Return the top-level package whose code raised an exception."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -373,8 +369,6 @@ def _import_class(request: DryRequest, number: int) -> str | None:
 
 @contextmanager
 def _time_limit(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError if the block takes more than `seconds`."""
-
     def expire(number: int, frame: object) -> None:
         raise TimeoutError
 
@@ -430,7 +424,6 @@ def _run(tries: Sequence[DryTry], report: OnProgress) -> None:
 
 
 def _limit_reasons(attempt: DryTry) -> tuple[str, str]:
-    """Return the reasons after which the remaining tries of the same checkpoint are skipped."""
     return _TOO_LARGE, _TOO_SLOW.format(attempt.request.try_seconds)
 
 
