@@ -182,7 +182,6 @@ class ColumnSums:
 
 
 def _segment_heights(heights: Sequence[int]) -> Iterator[int]:
-    """Divide each piece of a weight into segments of nearly equal height."""
     for height in heights:
         count = max(1, height // SEGMENT_ROWS)
         yield from (height // count + (number < height % count) for number in range(count))

@@ -115,7 +115,6 @@ def _compare(
 def _compare_smoothed(
     view: CheckpointView, origins: SourceTensors, layer: StoredLayer, smoothing: Factors
 ) -> WeightComparison | None:
-    """Return the comparison with the smoothed source's weight, or None without smoothing."""
     pieces = smoothing.expected(layer.name, origins.pieces(layer))
     comparison = compare_weight(view, layer, pieces) if pieces else None
     if comparison is not None and not comparison.faults:

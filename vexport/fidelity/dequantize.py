@@ -67,7 +67,6 @@ def as_loaded(view: CheckpointView, layer: StoredLayer) -> dict[str, torch.Tenso
 
 
 def _fills_parameter(tensor: TensorInfo, form: Parameter) -> bool:
-    """Return True if a tensor has a value for each element of a parameter."""
     if tensor.dtype not in TORCH_DTYPES:
         return False
     if not tensor.shape:

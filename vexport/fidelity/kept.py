@@ -189,7 +189,6 @@ def _is_offset_norm(old: Reader, origin: TensorInfo, new: Reader, tensor: Tensor
 def _compare_regrouped(
     view: CheckpointView, origins: SourceTensors, tensor: TensorInfo
 ) -> Iterator[Finding]:
-    """Compare an unquantized weight that the source stores split, or fused with other weights."""
     layer = view.layers.by_name.get(tensor.name.removesuffix(".weight"))
     pieces = origins.pieces(layer) if layer is not None and tensor.dtype in TORCH_DTYPES else ()
     if not pieces:

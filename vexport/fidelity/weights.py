@@ -275,13 +275,11 @@ class _StoredWeight:
         return torch.where(power > 0, product / power, 1.0).to(torch.float32)
 
     def _chunks(self, pieces: Pieces) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield rows, the source's weight for these rows, and the stored weight."""
         for rows, source in self._sources(pieces):
             stored = rows_of(self._stored, self.args, rows)
             yield rows, source, weight_of(self._group, stored)
 
     def _sources(self, pieces: Pieces) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield rows, and the source's weight for these rows."""
         for rows in row_chunks(*self._shape):
             yield rows, _rows(pieces, rows)
 
@@ -348,7 +346,6 @@ class _Nearest:
 
 
 def _rows(pieces: Pieces, rows: slice) -> torch.Tensor:
-    """Return some rows of the source's weight, float32."""
     parts, start = [], 0
     for piece in pieces:
         low, high = max(rows.start - start, 0), min(rows.stop - start, piece.shape[0])
