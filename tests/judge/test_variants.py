@@ -21,7 +21,7 @@ from vexport.engine.installed import installed_text
 from vexport.engine.messages import EngineFailure, SessionResult
 from vexport.engine.session import EngineFault
 from vexport.errors import EnvironmentFault, InputError, InputErrors, VexportError
-from vexport.inference.answers import Answers, ServedSession
+from vexport.inference.answers import ServedSession
 from vexport.inference.prompts import Prompts
 from vexport.inference.response_sources import EngineSource, Questions
 from vexport.outputs.manifest import record
@@ -50,7 +50,9 @@ class FakeEngine:
         self.checked += [serve.given for serve in serves]
         return problems(serves, python)
 
-    def get_responses(self, source: EngineSource, questions: Questions, folder: Path) -> Answers:
+    def get_responses(
+        self, source: EngineSource, questions: Questions, folder: Path
+    ) -> ServedSession:
         """Copy the results of a run, or fail like vLLM."""
         name = str(source.arguments.get("load_format", "baseline"))
         self.requested.append(name)
@@ -74,7 +76,7 @@ class FakeEngine:
             checkpoint=source.checkpoint, platform="cpu", vllm="1.2.3", failure=failure
         )
         prompts = Prompts(natural=True, texts=(), tokens=())
-        return Answers(results=folder, served=ServedSession(result=result, prompts=prompts))
+        return ServedSession(result=result, prompts=prompts)
 
 
 def problems(serves: list[Serve], python: Path | None) -> list[tuple[VexportError, ...]]:
@@ -220,7 +222,7 @@ def test_refused_variants_are_not_tried_again(
     assert fake.checked == [{"load_format": "crash"}, {"tensor_parallel_size": 2}]
     KIND.require_replaceable(folder, overwrite=True)  # the list of files is complete
     fake.requested.clear()
-    monkeypatch.setattr("vexport.run.stages.serving.installed_text", lambda python: "9.9.9")
+    monkeypatch.setattr("vexport.run.side.installed_text", lambda python: "9.9.9")
     other = compare(fake, folder, "--format", "json", settings=settings)
     assert other.code == 2, "the responses of the baseline are from another version"
     anew = compare(fake, folder, "--overwrite", "--format", "json", settings=settings)
@@ -237,7 +239,7 @@ def test_refused_baseline_is_not_tried_again(
     assert (first.code, first.errors) == (again.code, again.errors)
     assert first.code == 1
     assert fake.requested == ["cpu"]
-    monkeypatch.setattr("vexport.run.stages.serving.installed_text", lambda python: "9.9.9")
+    monkeypatch.setattr("vexport.run.side.installed_text", lambda python: "9.9.9")
     compare(fake, tmp_path / "run", settings=settings)
     assert fake.requested == ["cpu", "cpu"], "another version of vLLM may accept it"
 
@@ -410,7 +412,7 @@ def test_matrix_order_and_names() -> None:
     assert matrix[2].serve.given == {"max_num_seqs": 4, "block_size": 32}
     names = folder_names([*matrix, *matrix])
     assert len(set(names)) == len(names)
-    assert names[0] == "kv_cache_dtype=auto"
+    assert names[0].startswith("kv_cache_dtype=auto-")
     assert folder_names(matrix[::-1]) == folder_names(matrix)[::-1]
     assert all("/" not in name and " " not in name for name in names)
 

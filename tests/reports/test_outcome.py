@@ -14,18 +14,19 @@ from vexport.records import CheckReport, Outcome
 from vexport.reports import render, render_verdicts
 from vexport.reports.formatting import next_step_of_verdict
 from vexport.run.directory import portable
-from vexport.run.stages.concluding import (
-    conclusion_of_made,
-    size_by_kind,
-    source_name,
-    tensor_kind,
-)
+from vexport.run.stages.concluding import Gate, conclusion_of_checkpoint
+from vexport.run.stages.made import size_by_kind, source_name, tensor_kind
 
 GOOD = CheckReport(checkpoint="c", ok=True, findings=(sample.finding(),))
 
 
 def test_verdict_decides_if_stages_passed() -> None:
-    outcome, reason = conclusion_of_made(GOOD, sample.dry_load(), sample.load(), None)
+    gates: list[tuple[str, Gate]] = [
+        ("check", GOOD),
+        ("dry load", sample.dry_load()),
+        ("load", sample.load()),
+    ]
+    outcome, reason = conclusion_of_checkpoint(gates, None, is_made=True)
     assert outcome == "PASS"
     assert "accuracy was not evaluated" in reason
     text = render(replace(sample.report(), verdict=None, reason=reason), "text")
@@ -33,7 +34,8 @@ def test_verdict_decides_if_stages_passed() -> None:
     assert first == "PASS on CPU, emulated  demo-nvfp4"
     assert " ".join(rest.split()).startswith(reason[0].upper() + reason[1:])
     judged = sample.verdict("INCONCLUSIVE")
-    assert conclusion_of_made(GOOD, None, sample.load(), judged) == ("INCONCLUSIVE", judged.reason)
+    conclusion = conclusion_of_checkpoint(gates, judged, is_made=True)
+    assert conclusion == ("INCONCLUSIVE", judged.reason)
 
 
 @pytest.mark.parametrize("stage", ["check", "load"])
@@ -42,7 +44,8 @@ def test_failed_stage_names_first_error(stage: str) -> None:
     check = CheckReport(checkpoint="c", ok=False, findings=errors) if stage == "check" else GOOD
     failed = replace(sample.load(), ok=False, findings=errors)
     loaded = None if stage == "check" else failed
-    outcome, reason = conclusion_of_made(check, None, loaded, None)
+    gates: list[tuple[str, Gate]] = [("check", check), ("load", failed)]
+    outcome, reason = conclusion_of_checkpoint(gates, None, is_made=True)
     assert outcome == "FAIL"
     assert reason.startswith(f"{stage}: model.layers.2.mlp.down_proj: ")
     assert "1 more error" in reason

@@ -9,15 +9,20 @@ from tests.models import save_llama, write_calibration
 from tests.run.test_stages import options_of
 from vexport.checkpoint.smoothed import SMOOTHING, smoothing_of
 from vexport.outputs import RECIPE
-from vexport.run.directory import Run
-from vexport.run.scenario_run import STAGES
-from vexport.run.stages.making import calibrate, choose_auto_schemes, measure_sensitivity
+from vexport.run.directory import RunDirectory
+from vexport.run.stages.making import (
+    MAKING,
+    Maker,
+    calibrate,
+    check,
+    choose_auto_schemes,
+    measure_sensitivity,
+    plan_candidates,
+)
 from vexport.scenario import read_scenario
 
-UNTIL_WRITTEN = ("plan candidates", "calibrate", "sensitivity", "choose", "plan", "quantize")
 
-
-def run_until_written(folder: Path, smoothing: str) -> Run:
+def run_until_written(folder: Path, smoothing: str) -> Maker:
     """Return a run of a scenario with the given smoothing, up to its checkpoint."""
     path = folder / f"{smoothing}.yaml"
     path.write_text(
@@ -36,15 +41,13 @@ evaluate: {{tasks: [unused]}}
     return run_of(path, folder / f"run-{smoothing}")
 
 
-def run_of(scenario_file: Path, run_dir: Path) -> Run:
+def run_of(scenario_file: Path, run_dir: Path) -> Maker:
     """Run a scenario up to its checkpoint."""
     scenario = read_scenario(scenario_file)
-    run = Run(scenario, run_dir, options_of(scenario.serve))
+    maker = Maker(scenario, RunDirectory(run_dir), options_of(scenario.serve))
     run_dir.mkdir()
-    for stage in STAGES:
-        if stage.name in UNTIL_WRITTEN:
-            run.do(stage)
-    return run
+    maker.do(plan_candidates, *MAKING[: MAKING.index(check)])
+    return maker
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +59,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def smoothed(folder: Path) -> Run:
+def smoothed(folder: Path) -> Maker:
     return run_until_written(folder, "0.5")
 
 
-def loss_of_smoothed(run: Run) -> float:
+def loss_of_smoothed(run: Maker) -> float:
     """Return the loss in W8A8 of the groups whose input is the output of a norm."""
     return sum(
         choice.loss
@@ -71,14 +74,14 @@ def loss_of_smoothed(run: Run) -> float:
 
 
 @pytest.mark.slow
-def test_sensitivity_measures_smoothed_weights(folder: Path, smoothed: Run) -> None:
+def test_sensitivity_measures_smoothed_weights(folder: Path, smoothed: Maker) -> None:
     plain = run_until_written(folder, "0")
     assert not plain.result(calibrate).smoothing
     assert not (plain.checkpoint / SMOOTHING).exists()
     assert loss_of_smoothed(smoothed) < 0.7 * loss_of_smoothed(plain)
 
 
-def test_recipe_reproduces_smoothed_checkpoint(folder: Path, smoothed: Run) -> None:
+def test_recipe_reproduces_smoothed_checkpoint(folder: Path, smoothed: Maker) -> None:
     chosen = {choice.name: choice.scheme for choice in smoothed.result(choose_auto_schemes).choices}
     assert {"W4A16", "W8A8"} <= set(chosen.values())
     kept, found = smoothing_of(smoothed.checkpoint), smoothed.result(calibrate).smoothing

@@ -15,25 +15,27 @@ from tests.command import vexport
 from tests.models import save_llama, write_calibration
 from tests.quantize.test_streaming import write_model
 from tests.scores.make import make_tasks
-from tests.texts import assert_contains, assert_raises
+from tests.texts import assert_raises
 from vexport.checkpoint.index import folder_digest
 from vexport.errors import InputError
 from vexport.files import write_text
 from vexport.formats.plan import Plan
 from vexport.inference.options import CANDIDATE, EngineOptions
 from vexport.inference.session_folder import clear_session
-from vexport.names import Folder
 from vexport.outputs.manifest import MANIFEST, record
-from vexport.outputs.replaceable import FolderKind, locked_folder
+from vexport.outputs.replaceable import locked_folder
 from vexport.records import CheckReport, silent
-from vexport.run.directory import KIND, OLD_EVALUATION_MARK, Digests, Run, RunDirectory, Stage
+from vexport.run.directory import KIND, Digests, RunDirectory
 from vexport.run.eval_run import evaluate_checkpoints
-from vexport.run.given import Given, RunModel
-from vexport.run.scenario_run import STAGES, run_scenario
-from vexport.run.stages.making import check, quantize
-from vexport.run.stages.serving import resolve_prompting, serve_candidate
+from vexport.run.run import Run
+from vexport.run.scenario_run import run_scenario
+from vexport.run.side import local_side
+from vexport.run.stages.concluding import STAGES
+from vexport.run.stages.making import MAKING, Maker, check, plan_candidates, quantize
+from vexport.run.stages.serving import serve_candidate
+from vexport.run.work import Stage, Work
 from vexport.scenario import Evaluate, Serve, read_scenario
-from vexport.scenario.evaluate import JudgementSettings, LmEvalSettings, TransportSettings
+from vexport.scenario.evaluate import JudgementSettings, TransportSettings
 
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"
 MODEL_CODE = """from transformers import LlamaConfig, LlamaForCausalLM
@@ -69,26 +71,26 @@ def test_concurrent_call_in_same_folder_is_refused(name: str, tmp_path: Path) ->
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> Maker:
     scenario = read_scenario(SCENARIO)
-    return Run(scenario, tmp_path, options_of(scenario.serve))
+    return Maker(scenario, RunDirectory(tmp_path), options_of(scenario.serve))
 
 
 def checking_stage(source: str, made: list[str]) -> Stage[CheckReport]:
     """Return a stage with one input, which appends to `made` each time that it runs."""
 
-    def make(run: Run) -> CheckReport:
+    def make(run: Work) -> CheckReport:
         made.append(source)
         return CheckReport(checkpoint=source, ok=True, findings=())
 
     return Stage("check", CheckReport, make, "check.json", digest=lambda run: {"source": source})
 
 
-def test_finished_stage_is_reused(run: Run) -> None:
+def test_finished_stage_is_reused(run: Maker) -> None:
     made: list[str] = []
     check = checking_stage("a", made)
     run.do(check)
-    again = Run(run.scenario, run.folder, run.options)
+    again = Maker(run.scenario, RunDirectory(run.folder), run.options)
     again.do(checking_stage("a", made))
     assert made == ["a"]
     assert again.result(check) == run.result(check)
@@ -97,7 +99,7 @@ def test_finished_stage_is_reused(run: Run) -> None:
     assert made == ["a"]
 
 
-def test_stage_reads_earlier_results(run: Run) -> None:
+def test_stage_reads_earlier_results(run: Maker) -> None:
     """A skipped stage has no result. A stage that comes later cannot be read."""
     check = checking_stage("a", [])
     read = Stage("read", CheckReport, lambda run: run.get(check))
@@ -111,10 +113,11 @@ def test_stage_reads_earlier_results(run: Run) -> None:
     assert run.result(read).checkpoint == "a"
 
 
-def test_failed_stage_leaves_no_record(run: Run) -> None:
-    assert len({stage.name for stage in STAGES}) == len(STAGES)
+def test_failed_stage_leaves_no_record(run: Maker) -> None:
+    stages = (plan_candidates, *MAKING, *STAGES)
+    assert len({stage.name for stage in stages}) == len(stages)
 
-    def fail(run: Run) -> Plan:
+    def fail(run: Work) -> Plan:
         raise InputError("plan", got="a refusal", need="none", fix="keep the layer")
 
     with pytest.raises(InputError):
@@ -141,21 +144,18 @@ def test_model_with_python_code_is_rounded(tmp_path: Path) -> None:
     scenario = tmp_path / "own.yaml"
     scenario.write_text(json.dumps({**text, "calibration": {"data": str(data), "samples": 4}}))
     read = read_scenario(scenario)
-    run = Run(read, tmp_path / "run", replace(options_of(read.serve), trust_remote_code=True))
-    run.folder.mkdir()
-    for stage in STAGES[: STAGES.index(check)]:
-        run.do(stage)
-    assert "model.layers.0.mlp.down_proj.weight_packed" in run.result(quantize).tensors
+    options = replace(options_of(read.serve), trust_remote_code=True)
+    maker = Maker(read, RunDirectory(tmp_path / "run"), options)
+    maker.folder.mkdir()
+    maker.do(plan_candidates, *MAKING[: MAKING.index(check)])
+    assert "model.layers.0.mlp.down_proj.weight_packed" in maker.result(quantize).tensors
 
 
 def session_digests(settings: Evaluate, model: Path, folder: Path) -> Digests:
     """Return the digests of the inputs of a candidate's session."""
-    candidate = RunModel(ref=Folder.at(model), role=CANDIDATE, checkpoint=model)
-    given = Given(
-        name="model", candidate=candidate, evaluate=settings, prompt_folders={CANDIDATE: model}
-    )
-    run = Run(given, folder, options_of(Serve()))
-    run.store(resolve_prompting, LmEvalSettings())
+    options = options_of(Serve())
+    side = local_side(CANDIDATE, model, options, name="model", label="model", folder=CANDIDATE)
+    run = Run(RunDirectory(folder), options, [side], name="model", evaluate=settings)
     assert serve_candidate.digest is not None
     return serve_candidate.digest(run)
 
@@ -172,7 +172,7 @@ def test_session_depends_on_files_of_a_task(file: str, llama: Path, tmp_path: Pa
     assert [name for name in after if after[name] != before[name]] == ["content of the tasks"]
 
 
-def test_changed_limit_is_named(run: Run, tmp_path: Path, llama: Path) -> None:
+def test_changed_limit_is_named(run: Maker, tmp_path: Path, llama: Path) -> None:
     """The error for a run directory with other settings names the changed setting."""
     old, new = (
         session_digests(Evaluate(tasks=("arc_easy",), limit=limit), llama, tmp_path / "run")
@@ -182,12 +182,11 @@ def test_changed_limit_is_named(run: Run, tmp_path: Path, llama: Path) -> None:
     assert run.directory.is_done("serve candidate", old)
     with pytest.raises(InputError, match="an earlier run with another `limit`"):
         run.directory.is_done("serve candidate", new)
-    run.directory.finish("serve candidate", {"evaluation": "0"}, 1.0)
-    with pytest.raises(InputError, match="a run of an older version"):
-        run.directory.is_done("serve candidate", old)
 
 
-def test_only_judgement_and_transport_keep_responses(run: Run, tmp_path: Path, llama: Path) -> None:
+def test_only_judgement_and_transport_keep_responses(
+    run: Maker, tmp_path: Path, llama: Path
+) -> None:
     """Settings of the verdict and of requests do not run a model again. All others do."""
     asked = Evaluate(tasks=("arc_easy",))
     old = session_digests(asked, llama, tmp_path / "run")
@@ -200,24 +199,6 @@ def test_only_judgement_and_transport_keep_responses(run: Run, tmp_path: Path, l
     others = asked.model_copy(update={"max_gen_toks": 9})
     with pytest.raises(InputError, match="an earlier run with another `max_gen_toks`"):
         run.directory.is_done("serve candidate", session_digests(others, llama, tmp_path))
-
-
-def test_old_evaluation_folder(tmp_path: Path) -> None:
-    """A folder of an older version is refused and stays unchanged, even with --overwrite."""
-    folder = tmp_path / "old"
-    old = FolderKind(name="results", mark=OLD_EVALUATION_MARK, text="Results of vexport.\n")
-    old.begin(folder)
-    record(folder / "candidate" / "results_1.json")
-    (folder / "candidate").mkdir()
-    write_text(folder / "candidate" / "results_1.json", "{}")
-    before = sorted(folder.rglob("*"))
-    model, task = SCENARIO.parent / "demo" / "model", SCENARIO.parent / "demo/tasks/facts.yaml"
-    call = ("eval", model, "--baseline", model, "--task", task, "--output-dir", folder)
-    for options in ((), ("--overwrite",)):
-        ran = vexport(*call, *options, "--quiet")
-        assert ran.code == 2
-        assert_contains(ran.errors[0], "`vexport eval`", "older version", "another --output-dir")
-    assert sorted(folder.rglob("*")) == before
 
 
 def test_answers_survive_unfinished_session(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from vexport.records import (
 )
 from vexport.reports.run_record import Report
 from vexport.run.eval_run import Evaluations, OnJudged, evaluate_checkpoints
-from vexport.run.options import ATTRIBUTION_SECONDS, AttributionSettings
+from vexport.run.run import ATTRIBUTION_SECONDS, AttributionSettings
 from vexport.run.scenario_run import compare_schemes, run_scenario
 from vexport.run.variants_run import compare_variants as compare_variants_of
 from vexport.scenario import (

@@ -240,7 +240,7 @@ def evaluate(
 
 def _show_verdicts(evaluations: "Evaluations", *, as_text: bool, quiet: bool) -> None:
     """Print the verdicts as the command's output, or a line for each on stderr."""
-    from vexport.run.judging import outcome_and_reason
+    from vexport.run.comparison import outcome_and_reason
 
     if as_text and evaluations.verdicts:
         print_text(_text(evaluations))

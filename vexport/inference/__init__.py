@@ -8,8 +8,8 @@ be compared with a server. `vexport.judge` computes results from the responses, 
 In the process of the command:
 
 - `response_sources.py`: the sources of responses behind one interface,
-  `ResponseSource.get_responses`: an engine of vLLM (`EngineSource`), a server (`EndpointSource`),
-  and existing results (`ExistingResults`).
+  `ResponseSource.get_responses`: an engine of vLLM (`EngineSource`) and a server
+  (`EndpointSource`).
 - `answers.py`: the types of responses that a source returns.
 - `prompts.py`, `text_rows.py`, `prompting.py`, `tasks.py`, `requested_tasks.py`: the prompts of a
   model: fixed prompts, rows of a text, and tasks of lm-eval with their settings.

@@ -47,15 +47,3 @@ class ServedSession:
         """The file with the scores of the rows, as `write_text_scores` writes it."""
         assert self.result.text_file is not None
         return self.result.text_file
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """All responses of a model: lm-eval's result files, and the session if the model ran.
-
-    `results` is a folder or file with the responses to tasks. `served` is None for existing
-    results.
-    """
-
-    results: Path
-    served: ServedSession | None = None

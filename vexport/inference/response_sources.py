@@ -1,6 +1,6 @@
-"""Get a model's responses from an engine of vLLM, from a server, or from existing results.
+"""Get a model's responses from an engine of vLLM or from a server.
 
-All three kinds of sources have the same interface, `ResponseSource.get_responses`.
+Both kinds of sources have the same interface, `ResponseSource.get_responses`.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ from vexport.engine.messages import (
 from vexport.engine.session import Worker, session_error
 from vexport.errors import InputError
 from vexport.files import digest_bytes, to_json
-from vexport.inference.answers import Answers, Rows, ServedSession
+from vexport.inference.answers import Rows, ServedSession
 from vexport.inference.endpoint.server import Server
 from vexport.inference.endpoint.tokenizer import show_retries
 from vexport.inference.engine_session import run_session
@@ -77,12 +77,19 @@ class Questions:
     accepted: QuestionDigests = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseSource(ABC):
-    """A source of responses: a model that runs, or existing results of a model."""
+    """A model that runs and returns responses.
+
+    `role` names the model in progress and errors. The baseline has the role `BASELINE`.
+    """
+
+    role: str
+    options: EngineOptions
 
     @abstractmethod
-    def get_responses(self, questions: Questions, folder: Path) -> Answers:
-        """Return the responses of the model. Write their files and the log to `folder`.
+    def get_responses(self, questions: Questions, folder: Path) -> ServedSession:
+        """Return the session of the model. Write its responses and the log to `folder`.
 
         If vLLM refuses a checkpoint, the returned session has the failure.
 
@@ -92,28 +99,6 @@ class ResponseSource(ABC):
             InputError: a task cannot be used.
         """
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExistingResults(ResponseSource):
-    """Existing results of lm-eval in a file or folder. No model runs."""
-
-    results: Path
-
-    def get_responses(self, questions: Questions, folder: Path) -> Answers:
-        """Return the results and ignore `questions`. The comparison checks the tasks later."""
-        return Answers(results=self.results)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningModel(ResponseSource):
-    """A model that runs and returns responses.
-
-    `role` names the model in progress and errors. The baseline has the role `BASELINE`.
-    """
-
-    role: str
-    options: EngineOptions
-
     @property
     def is_baseline(self) -> bool:
         """Return True if other models are compared with this model."""
@@ -121,7 +106,7 @@ class RunningModel(ResponseSource):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSource(RunningModel):
+class EngineSource(ResponseSource):
     """A checkpoint that vLLM runs on this machine, in one start of the engine.
 
     `arguments` are vLLM's arguments for this model.
@@ -130,7 +115,7 @@ class EngineSource(RunningModel):
     checkpoint: Path
     arguments: EngineArguments
 
-    def get_responses(self, questions: Questions, folder: Path) -> Answers:
+    def get_responses(self, questions: Questions, folder: Path) -> ServedSession:
         """Start vLLM, and run the fixed prompts and the tasks or the text."""
         folder.mkdir(parents=True, exist_ok=True)
         settings = questions.evaluate
@@ -158,9 +143,7 @@ class EngineSource(RunningModel):
         if (request.tasks or rows) and result.engine is not None:
             write_fingerprint(folder, engine_fingerprint(self.checkpoint, result.engine))
         _require_deterministic(folder, settings)
-        return Answers(
-            results=folder, served=ServedSession(result=result, prompts=prompts, rows=rows)
-        )
+        return ServedSession(result=result, prompts=prompts, rows=rows)
 
     def _vocabulary(self) -> int:
         config_file = self.checkpoint / "config.json"
@@ -252,7 +235,7 @@ def _identity(engine_request: SessionRequest) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointSource(RunningModel):
+class EndpointSource(ResponseSource):
     """A model that a server serves at an address.
 
     `tokenizer` is the folder of the tokenizer for the prompts. The tokenizer's code runs only with
@@ -264,7 +247,7 @@ class EndpointSource(RunningModel):
     tokenizer: Path
     trust_tokenizer: bool = False
 
-    def get_responses(self, questions: Questions, folder: Path) -> Answers:
+    def get_responses(self, questions: Questions, folder: Path) -> ServedSession:
         """Send the tasks or the text to the server, and return its responses."""
         folder.mkdir(parents=True, exist_ok=True)
         settings = questions.evaluate
@@ -290,9 +273,7 @@ class EndpointSource(RunningModel):
             raise session_error(result.problem)
         _require_deterministic(folder, settings)
         prompts = Prompts(natural=True, texts=(), tokens=truncated_rows(rows))
-        return Answers(
-            results=folder, served=ServedSession(result=result, prompts=prompts, rows=rows)
-        )
+        return ServedSession(result=result, prompts=prompts, rows=rows)
 
     def _longest_sequence(self, settings: Evaluate) -> int:
         """Return the maximum number of tokens of a sequence.

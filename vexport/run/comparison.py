@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from vexport.records import ComparedRun, ComparedVariant, Drift, Outcome, TaskVerdict, Verdict
 from vexport.records.values import join_limited
+from vexport.reports.formatting import outcome_line
 from vexport.reports.run_record import Report
 
 # Maximum number of variants that a reason names. The others are counted.
@@ -30,6 +31,11 @@ def compared_run(report: Report, folder: str) -> ComparedRun:
         mean_kl=reported_kl(report.verdict, report.drift),
         worst=worst_task(report.verdict) if report.verdict else None,
     )
+
+
+def outcome_and_reason(verdict: Verdict) -> str:
+    """Return the outcome and its reason in a single line."""
+    return f"accuracy: {outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
 
 
 def reported_kl(verdict: Verdict | None, drift: Drift | None) -> float | None:

@@ -4,47 +4,45 @@ Each checkpoint is a run. All runs share one run directory.
 """
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-from vexport.checkpoint.source import resolve_source
 from vexport.engine.arguments import require_arguments
 from vexport.errors import InputError
-from vexport.errors.extras import attempt_all
 from vexport.inference.endpoint.server import require_address
-from vexport.inference.endpoint.tokenizer import tokenizer_of
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
-from vexport.inference.requested_tasks import fetch_tasks, require_tasks
-from vexport.inference.tasks import TaskMetrics, named_in_files
-from vexport.judge.accepted_settings import (
-    settings_to_store,
-)
+from vexport.inference.tasks import named_in_files
+from vexport.judge.accepted_settings import settings_to_store
 from vexport.judge.accepting import (
     accept_results,
     accepted_scores_text,
     lost_answers,
     require_writable,
 )
-from vexport.judge.task_settings import require_valid_against, require_valid_settings
 from vexport.judge.verdict import tasks_without_loss
-from vexport.names import ModelRef, ResultFiles, Server
+from vexport.names import AcceptedFile, ModelRef, ResultFiles, Server
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.records import ComparedRun, Verdict
 from vexport.reports.run_record import Report
+from vexport.run.checks import fetch_valid_tasks, require_tasks_and_models
 from vexport.run.comparison import compared_run, mark_smallest
-from vexport.run.directory import Run, RunDirectory, logged_to, portable, require_run_folder
-from vexport.run.given import Given, RunModel, candidate_folders
-from vexport.run.load_run import require_available, require_servable
-from vexport.run.options import DEFAULT_ATTRIBUTION, AttributionSettings
-from vexport.run.scenario_run import VERDICT_STAGES
-from vexport.run.stages.concluding import attribute, collect_report, now, report
+from vexport.run.directory import KIND, logged_to, opened, portable
+from vexport.run.run import DEFAULT_ATTRIBUTION, AttributionSettings, Run
+from vexport.run.side import find_side, prepare
+from vexport.run.stages.concluding import (
+    STAGES_UP_TO_VERDICT,
+    attribute,
+    collect_report,
+    now,
+    report,
+)
 from vexport.run.stages.serving import (
     SESSION,
     judge,
     measure_drift,
     require_served,
+    results_of,
     serve_candidate,
 )
 from vexport.scenario import Evaluate
@@ -75,16 +73,13 @@ class Evaluations:
     @property
     def rows(self) -> tuple[ComparedRun, ...]:
         """Return a row for each checkpoint. The smallest checkpoint that passes is marked."""
-        rows = [
-            compared_run(collect_report(run), _given_models_of(run).candidate.name)
-            for run in self.runs
-        ]
+        rows = [compared_run(collect_report(run), run.candidate.name) for run in self.runs]
         return mark_smallest(rows)
 
     @property
     def reports(self) -> tuple[Report, ...]:
         """Return the reports that are written. There are none if there is no baseline."""
-        written = [run.get(report) for run in self.runs if run.is_reached(report)]
+        written = [run.find(report) for run in self.runs]
         return tuple(each for each in written if each is not None)
 
 
@@ -129,8 +124,7 @@ def evaluate_checkpoints(
         on_judged(Evaluations(runs=runs))
     with locked_folder(folder, OUTPUT_DIR), logged_to(folder):
         for run in runs:
-            for stage in (attribute, report):
-                run.do(stage)
+            run.do(attribute, report)
     return Evaluations(runs=runs, accepted=_accept_answers(runs[0], accept))
 
 
@@ -146,34 +140,45 @@ def _judge_checkpoints(
     attribution_settings: AttributionSettings,
 ) -> tuple[Run, ...]:
     """Do every unfinished stage up to the verdict, and return a run for each checkpoint."""
-    refs = _refs_by_role(checkpoints, settings.baseline)
-    outputs = _named_paths({OUTPUT_DIR: folder, "--accept": accept})
-    _require_usable(refs, settings, folder, options, outputs, against)
-    served = [role for role, ref in refs.items() if not isinstance(ref, ResultFiles)]
-    is_finished = all((folder / role / SESSION).is_file() for role in served)
+    parts = _parts(checkpoints)
+    _require_usable(checkpoints, settings, folder, options, against, accept)
+    refs: list[tuple[str, ModelRef, str]] = [
+        (CANDIDATE, ref, part) for ref, part in zip(checkpoints, parts, strict=True)
+    ]
+    reference = settings.baseline if against is None else AcceptedFile.at(against)
+    if reference is not None:
+        refs.insert(0, (BASELINE, reference, ""))
+    # Digests cover the baseline's files. They must not depend on the baseline's name.
+    settings = settings.model_copy(update={"baseline": None})
+    sides = [find_side(role, ref, settings, options, part) for role, ref, part in refs]
+    served = [side for side in sides if side.is_served]
+    folders = {side.label: side.prompt_folder for side in served if side.prompt_folder is not None}
+    require_separate(_outputs(folder, accept), _named_paths(folders))
+    is_finished = all((folder / side.folder / SESSION).is_file() for side in served)
     if overwrite or not is_finished:
-        _require_valid_settings(settings, fetch_tasks(settings, options), against)
-    models = {role: _model(role, ref, settings, options) for role, ref in refs.items()}
-    folders = {role: models[role].prompt_folder for role in served}
-    require_separate(outputs, _named_paths(folders))
-    work = list(_given_models(checkpoints, models, settings, against))
-    with locked_folder(folder, OUTPUT_DIR):
-        directory = RunDirectory(folder, OUTPUT_DIR)
-        directory.begin(overwrite=overwrite)
+        fetch_valid_tasks(settings, options, against)
+    preparation = prepare(settings, folders)
+    with opened(folder, OUTPUT_DIR, overwrite=overwrite) as directory:
         directory.require_same_number(len(checkpoints))
-        runs = tuple(Run(given, folder, options, attribution_settings, directory) for given in work)
-        with logged_to(folder):
-            for run in runs:
-                _judge(run)
-            if len(runs) == 1:
-                _require_loaded(runs[0])
+        baseline = [side for side in sides if side.role == BASELINE]
+        runs = tuple(
+            Run(
+                directory,
+                options,
+                (*baseline, side),
+                name=side.ref.title,
+                evaluate=settings,
+                preparation=preparation,
+                attribution=attribution_settings,
+            )
+            for side in sides
+            if side.role == CANDIDATE
+        )
+        for run in runs:
+            run.do(*STAGES_UP_TO_VERDICT)
+        if len(runs) == 1:
+            _require_loaded(runs[0])
     return runs
-
-
-def _judge(run: Run) -> None:
-    """Do the stages up to the outcome."""
-    for stage in VERDICT_STAGES:
-        run.do(stage)
 
 
 def _require_loaded(run: Run) -> None:
@@ -181,8 +186,7 @@ def _require_loaded(run: Run) -> None:
     candidate = run.get(serve_candidate)
     if candidate is None or candidate.result.failure is None:
         return
-    for stage in (attribute, report):
-        run.do(stage)
+    run.do(attribute, report)
     require_served(CANDIDATE, candidate.result)
 
 
@@ -191,8 +195,7 @@ def verdict_in(run: Run) -> Verdict | None:
     verdict = run.get(judge)
     if verdict is None:
         return None
-    cause = run.get(attribute) if run.is_reached(attribute) else None
-    return replace(verdict, drift=run.get(measure_drift), attribution=cause)
+    return replace(verdict, drift=run.get(measure_drift), attribution=run.find(attribute))
 
 
 def _accept_answers(run: Run, accept: Path | None) -> str:
@@ -202,14 +205,13 @@ def _accept_answers(run: Run, accept: Path | None) -> str:
     baseline, or an empty string if nothing is written.
     """
     verdict = run.get(judge)
-    given = _given_models_of(run)
     settings = run.evaluation
     if accept is None or (verdict is not None and verdict.outcome == "FAIL"):
         return ""
     choice: Mapping[str, str] = settings.gate
-    if given.against is not None:
-        choice = read_accepted_table(given.against).gates
-    folder = run.answers(CANDIDATE)
+    if run.accepted is not None:
+        choice = read_accepted_table(run.accepted).gates
+    folder = results_of(run, CANDIDATE)
     stored = settings_to_store(settings, run.options.serve, accept)
     accepted = accept_results(
         folder,
@@ -217,7 +219,7 @@ def _accept_answers(run: Run, accept: Path | None) -> str:
         choice,
         stored,
         margin=settings.margin,
-        checkpoint=portable(given.candidate.name),
+        checkpoint=portable(run.candidate.name),
         accepted_at=now(),
     )
     lines = [f"warning: {each}" for each in tasks_without_loss(accept, folder, settings.alpha)]
@@ -231,130 +233,50 @@ def _accept_answers(run: Run, accept: Path | None) -> str:
     return "\n".join(lines)
 
 
-def _given_models_of(run: Run) -> Given:
-    assert run.given is not None
-    return run.given
+def _parts(refs: Sequence[ModelRef]) -> tuple[str, ...]:
+    """Return the folder of each candidate's results below `candidate`.
 
-
-def _refs_by_role(
-    checkpoints: Sequence[ModelRef], baseline: ModelRef | None
-) -> dict[str, ModelRef]:
-    """Return the models by role, the baseline first.
-
-    A role is also the folder of the model's responses: `baseline`, and `candidate` or, for several
-    checkpoints, `candidate/1-NAME`.
+    It is empty for a single candidate.
     """
-    refs = dict[str, ModelRef]()
-    if baseline is not None:
-        refs[BASELINE] = baseline
-    for candidate_folder, checkpoint in zip(
-        candidate_folders(checkpoints), checkpoints, strict=True
-    ):
-        refs[_candidate_role(candidate_folder)] = checkpoint
-    return refs
-
-
-def _candidate_role(candidate_folder: str) -> str:
-    return f"{CANDIDATE}/{candidate_folder}" if candidate_folder else CANDIDATE
-
-
-def _model(role: str, ref: ModelRef, settings: Evaluate, options: EngineOptions) -> RunModel:
-    """Find a model, and download it. Raises InputError if vLLM cannot serve it."""
-    if isinstance(ref, ResultFiles):
-        return RunModel(ref=ref, role=role)
-    if isinstance(ref, Server):
-        tokenizer = tokenizer_of(role, ref.url, settings, options)
-        return RunModel(
-            ref=ref,
-            role=role,
-            tokenizer=tokenizer.folder,
-            trust_tokenizer=tokenizer.is_trusted,
-            served="" if tokenizer.model is None else repr(tokenizer.model),
-        )
-    checkpoint = resolve_source(ref, options.on_progress)
-    require_servable(checkpoint, [options.serve])
-    return RunModel(ref=ref, role=role, checkpoint=checkpoint)
-
-
-def _given_models(
-    checkpoints: Sequence[ModelRef],
-    models: Mapping[str, RunModel],
-    settings: Evaluate,
-    against: Path | None,
-) -> Iterator[Given]:
-    """Yield the given models for the run of each checkpoint."""
-    folders = {role: model.prompt_folder for role, model in models.items()}
-    prompt_folders = {role: folder for role, folder in folders.items() if folder is not None}
-    for candidate_folder, checkpoint in zip(
-        candidate_folders(checkpoints), checkpoints, strict=True
-    ):
-        yield Given(
-            name=checkpoint.title,
-            candidate=models[_candidate_role(candidate_folder)],
-            baseline=models.get(BASELINE),
-            against=against,
-            # Digests cover the baseline's files. They must not depend on the baseline's name.
-            evaluate=settings.model_copy(update={"baseline": None}),
-            candidate_folder=candidate_folder,
-            prompt_folders=prompt_folders,
-        )
+    if len(refs) == 1:
+        return ("",)
+    return tuple(f"{number}-{ref.file_name}" for number, ref in enumerate(refs, 1))
 
 
 def _require_usable(
-    refs: Mapping[str, ModelRef],
+    checkpoints: Sequence[ModelRef],
     settings: Evaluate,
     folder: Path,
     options: EngineOptions,
-    outputs: Sequence[NamedPath],
     against: Path | None,
+    accept: Path | None,
 ) -> None:
     """Raise errors for problems that can be found without a download or an engine."""
-    for output in outputs:
-        if output.label == "--accept":
-            require_writable(output.path)
+    if accept is not None:
+        require_writable(accept)
     files = [*_named_paths({"--against": against}), *evaluation_inputs(settings, "--task")]
-    for role, ref in refs.items():
+    files += named_model("--baseline", settings.baseline)
+    for ref in checkpoints:
+        files += named_model("CHECKPOINT", ref)
+    refs = [ref for ref in (settings.baseline, *checkpoints) if ref is not None]
+    for ref in refs:
         if isinstance(ref, Server):
             require_address(ref.url)
-        files += named_model("--baseline" if role == BASELINE else "CHECKPOINT", ref)
-    given = [ref.path for ref in refs.values() if isinstance(ref, ResultFiles)]
+    given = [ref.path for ref in refs if isinstance(ref, ResultFiles)]
     if settings.text is not None and given:
         got, need = "lm-eval's results", "a checkpoint or an address: both models read the text"
         fix = "give a checkpoint or an address instead of the results, or use --task"
         raise InputError("--text", got=got, need=need, fix=fix)
-    require_separate(outputs, files)
+    require_separate(_outputs(folder, accept), files)
     if against is not None:
         given.append(against)
     _require_comparable(given, settings, options)
-    require_run_folder(folder, OUTPUT_DIR)
+    KIND.require_own(folder)
     if against is not None:
         read_accepted_table(against)
-    checkpoints = [ref for ref in refs.values() if not isinstance(ref, ResultFiles | Server)]
-    attempt_all(
-        [
-            ("tasks", partial(_require_tasks, settings, options, against)),
-            *(
-                (str(ref), partial(require_available, ref, [options.serve]))
-                for ref in dict.fromkeys(checkpoints)
-            ),
-        ]
-    )
+    models = [ref for ref in refs if not isinstance(ref, ResultFiles | Server)]
+    require_tasks_and_models(settings, options, models, [options.serve], against)
     require_arguments([options.serve], options.vllm_python)
-
-
-def _require_tasks(settings: Evaluate, options: EngineOptions, against: Path | None) -> None:
-    """Raise InputError if a task cannot be used, or if a margin or gate does not fit the tasks."""
-    _require_valid_settings(settings, require_tasks(settings, options), against)
-
-
-def _require_valid_settings(
-    settings: Evaluate, tasks: Sequence[TaskMetrics] | None, against: Path | None
-) -> None:
-    """Raise InputError if a margin or gate does not fit the tasks, or the accepted baseline."""
-    if against is None:
-        require_valid_settings(settings, tasks)
-    else:
-        require_valid_against(settings.margin, tasks, read_accepted_table(against))
 
 
 def _require_comparable(given: Sequence[Path], settings: Evaluate, options: EngineOptions) -> None:
@@ -367,6 +289,10 @@ def _require_comparable(given: Sequence[Path], settings: Evaluate, options: Engi
         require_comparable_results(
             read_comparable(path), tasks, list(exact.values()), settings.limit
         )
+
+
+def _outputs(folder: Path, accept: Path | None) -> list[NamedPath]:
+    return _named_paths({OUTPUT_DIR: folder, "--accept": accept})
 
 
 def _named_paths(paths: Mapping[str, Path | None]) -> list[NamedPath]:

@@ -5,24 +5,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vexport.checkpoint.index import require_checkpoint, require_weights_found
-from vexport.checkpoint.source import require_source, resolve_source
-from vexport.engine.arguments import require_arguments, require_heads, require_layers
+from vexport.checkpoint.source import resolve_source
+from vexport.engine.arguments import require_arguments
 from vexport.engine.session import EngineFault, log_folder, require_vllm
 from vexport.errors import VexportError
 from vexport.errors.extras import unexpected_error
-from vexport.inference.options import EngineOptions
-from vexport.names import Folder, HubName, ModelRef, SourceRef
-from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
+from vexport.inference.options import CANDIDATE, EngineOptions
+from vexport.names import Folder, SourceRef
+from vexport.outputs.replaceable import NamedPath, require_separate
 from vexport.records import ENGINE_CHECK, EngineMode, Finding, LoadReport
-from vexport.run.directory import RUN_DIR, Run, logged_to, require_run_folder
-from vexport.run.given import Given, RunModel
-from vexport.run.scenario_run import STAGES
+from vexport.run.checks import require_servable
+from vexport.run.directory import KIND, RUN_DIR, RunDirectory, logged_to, opened
+from vexport.run.run import Run
+from vexport.run.side import local_side
+from vexport.run.stages.concluding import STAGES, STAGES_UP_TO_LOAD
 from vexport.run.stages.serving import load_candidate
-from vexport.scenario import Serve
-
-# The stages up to the report on the load. Without a run directory the later stages are not needed.
-LOADING = STAGES[: STAGES.index(load_candidate) + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +81,7 @@ def load_checkpoints(
         require_separate([NamedPath(label=RUN_DIR, path=run_dir)], read)
     for folder in folders:
         if folder is not None:
-            require_run_folder(folder)
+            KIND.require_own(folder)
     return [
         _load(load, folder, overwrite=overwrite)
         for load, folder in zip(loads, folders, strict=True)
@@ -98,27 +95,6 @@ def run_folders(loads: Sequence[Load], run_dir: Path | None) -> list[Path | None
     return [run_dir / f"{number}-{load.title}" for number, load in enumerate(loads, 1)]
 
 
-def require_servable(root: Path, serves: Sequence[Serve]) -> None:
-    """Raise InputError unless a folder is a checkpoint that vLLM can serve with these settings."""
-    require_checkpoint(root)
-    require_weights_found(root)
-    require_layers(root)
-    for serve in serves:
-        require_heads(root, serve.ranks)
-
-
-def require_available(ref: ModelRef, serves: Sequence[Serve]) -> None:
-    """Raise InputError if a model does not exist, or if vLLM cannot serve a local checkpoint.
-
-    `serves` are the settings. A model on the hub must only exist: its config is downloaded, but not
-    compared with the settings.
-    """
-    if isinstance(ref, HubName):
-        require_source(ref)
-    else:
-        require_servable(resolve_source(ref), serves)
-
-
 def _load(load: Load, run_dir: Path | None, *, overwrite: bool) -> LoadReport:
     """Load and judge a checkpoint.
 
@@ -126,16 +102,18 @@ def _load(load: Load, run_dir: Path | None, *, overwrite: bool) -> LoadReport:
     """
     serve = load.engine.serve.model_copy(update={"enforce_eager": load.mode == "eager"})
     started = replace(load.engine, serve=serve)
-    role = f"load {load.root.name}"
-    model = RunModel(ref=load.ref, role=role, checkpoint=load.root)
-    given = Given(name=load.ref.title, candidate=model, mode=load.mode)
+    side = local_side(
+        CANDIDATE,
+        load.root,
+        started,
+        name=str(load.ref),
+        label=f"load {load.root.name}",
+        folder=CANDIDATE,
+    )
     try:
-        with _folder(run_dir) as folder:
-            run = Run(given, folder, started)
-            run.directory.begin(overwrite=overwrite)
-            with logged_to(folder):
-                for stage in LOADING if run_dir is None else STAGES:
-                    run.do(stage)
+        with _directory(run_dir, overwrite=overwrite) as directory:
+            run = Run(directory, started, [side], name=load.ref.title, evaluate=None)
+            run.do(*(STAGES_UP_TO_LOAD if run_dir is None else STAGES))
             report = run.result(load_candidate)
     except EngineFault as fault:
         report = _crash_report(fault, fault.failure.log_tail)
@@ -150,14 +128,14 @@ def _load(load: Load, run_dir: Path | None, *, overwrite: bool) -> LoadReport:
 
 
 @contextmanager
-def _folder(run_dir: Path | None) -> Iterator[Path]:
-    """Yield the run directory, locked, or a temporary folder if there is no run directory."""
-    if run_dir is None:
-        with log_folder("vexport-load-") as folder:
-            yield folder
-    else:
-        with locked_folder(run_dir, RUN_DIR):
-            yield run_dir
+def _directory(run_dir: Path | None, *, overwrite: bool) -> Iterator[RunDirectory]:
+    """Yield the run directory, or a directory in a temporary folder if there is none."""
+    if run_dir is not None:
+        with opened(run_dir, overwrite=overwrite) as directory:
+            yield directory
+        return
+    with log_folder("vexport-load-") as folder, logged_to(folder):
+        yield RunDirectory(folder)
 
 
 def _crash_report(fault: VexportError, log_tail: str) -> LoadReport:

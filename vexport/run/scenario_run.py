@@ -1,11 +1,12 @@
-"""List the stages of a run in their order, and run a scenario or several schemes."""
+"""Run a scenario: make its checkpoint, and judge it. Run several schemes of a scenario."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from vexport.calibration.data import require_rows
-from vexport.checkpoint.index import require_weights_found
+from vexport.checkpoint.index import folder_digest, require_weights_found
 from vexport.checkpoint.source import require_source
 from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
@@ -13,44 +14,42 @@ from vexport.errors import EnvironmentFault, VexportError
 from vexport.errors.extras import attempt_all
 from vexport.files import write_text
 from vexport.formats.schemes import KEEP
-from vexport.inference.options import BASELINE, EngineOptions
+from vexport.inference.endpoint.server import require_address
+from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.inference.requested_tasks import require_tasks
 from vexport.judge.task_settings import require_valid_settings
-from vexport.names import Folder
+from vexport.names import Folder, Server
 from vexport.outputs.manifest import record
-from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
+from vexport.outputs.replaceable import NamedPath, require_separate
 from vexport.plan.source import with_default_text
 from vexport.records import ComparedRun
 from vexport.reports.run_record import Report
+from vexport.run.checks import fetch_valid_tasks
 from vexport.run.comparison import compared_run, mark_smallest
 from vexport.run.directory import (
     CHECKPOINT,
+    KIND,
+    RUN_DIR,
     SCENARIO,
-    Run,
+    Digests,
     RunDirectory,
-    Stage,
-    logged_to,
+    opened,
     portable,
-    require_run_folder,
 )
-from vexport.run.options import DEFAULT_ATTRIBUTION, AttributionSettings
-from vexport.run.stages import concluding, serving
-from vexport.run.stages.order import STAGES_UP_TO_VERDICT
-from vexport.run.stages.variants import compare_variants_of_run, require_known_arguments
-from vexport.scenario import Scenario
+from vexport.run.run import DEFAULT_ATTRIBUTION, AttributionSettings, Run
+from vexport.run.side import Preparation, Side, prepare
+from vexport.run.stages.concluding import STAGES, report
+from vexport.run.stages.made import made_checkpoint
+from vexport.run.stages.making import MAKING, Maker, checkpoint_inputs, plan_candidates
+from vexport.run.stages.serving import SESSION, load_baseline, serve_baseline
+from vexport.run.stages.variants import require_known_arguments
+from vexport.scenario import Scenario, Variant
 from vexport.scores.inputs import scenario_inputs
 
-STAGES: tuple[Stage[object], ...] = (
-    *STAGES_UP_TO_VERDICT,
-    compare_variants_of_run,
-    concluding.conclude,
-    concluding.attribute,
-    concluding.report,
-)
-# The stages up to the outcome. The search for its cause comes later.
-VERDICT_STAGES = STAGES[: STAGES.index(concluding.attribute)]
 # Stages that depend only on the baseline, and not on the candidate.
-BASELINE_STAGES = (serving.serve_baseline.name, serving.load_baseline.name)
+BASELINE_STAGES = (serve_baseline.name, load_baseline.name)
+# Folders of both sides' responses, below the run directory.
+_SIDE_FOLDERS = {BASELINE: f"eval/{BASELINE}", CANDIDATE: f"eval/{CANDIDATE}"}
 
 
 def run_scenario(
@@ -70,25 +69,84 @@ def run_scenario(
     and if `folder` overlaps an input or the scenario's `file`. Raises EnvironmentFault if vLLM is
     missing or dies. If the checkpoint fails, the report has the outcome FAIL.
     """
-    require_separate(
-        [NamedPath(label="--run-dir", path=folder)], list(scenario_inputs(scenario, file))
-    )
+    require_separate([NamedPath(label=RUN_DIR, path=folder)], list(scenario_inputs(scenario, file)))
     _require_weights_found(scenario, folder)
     _require_usable(scenario, options)
-    require_run_folder(folder)
-    with locked_folder(folder, "--run-dir"):
-        run = Run(scenario, folder, options, attribution_settings)
-        run.directory.begin(overwrite=overwrite)
-        with logged_to(folder):
-            if baseline_of is not None:
-                run.directory.copy_stages(
-                    RunDirectory(baseline_of), BASELINE_STAGES, f"eval/{BASELINE}"
-                )
-            if file is not None:
-                _keep_scenario(file, folder)
-            for stage in STAGES:
-                run.do(stage)
-            return run.result(concluding.report)
+    KIND.require_own(folder)
+    with opened(folder, overwrite=overwrite) as directory:
+        if baseline_of is not None:
+            directory.copy_stages(RunDirectory(baseline_of), BASELINE_STAGES, f"eval/{BASELINE}")
+        if file is not None:
+            _keep_scenario(file, folder)
+        maker = Maker(scenario, directory, options)
+        maker.do(plan_candidates)
+        preparation = _prepare(maker)
+        maker.do(*MAKING)
+        run = _run_of(maker, preparation, attribution_settings)
+        run.do(*STAGES)
+        return run.result(report)
+
+
+def _prepare(maker: Maker) -> Preparation:
+    """Choose the prompts. The checkpoint gets the source's tokenizer and chat template.
+
+    The tasks' documents are downloaded into the cache first, unless the candidate has finished
+    them.
+    """
+    settings = maker.evaluation
+    folders = {BASELINE: maker.baseline, "source": maker.index.root}
+    if settings.tasks:
+        for url in filter(None, (settings.endpoint, settings.baseline_endpoint)):
+            require_address(url)
+        if not (maker.folder / _SIDE_FOLDERS[CANDIDATE] / SESSION).is_file():
+            fetch_valid_tasks(settings, maker.options)
+    return prepare(settings, folders, maker.texts)
+
+
+def _run_of(maker: Maker, preparation: Preparation, attribution: AttributionSettings) -> Run:
+    """Return the run of a made checkpoint.
+
+    Unless the cause of a loss is not wanted, it is searched for even if the verdict is PASS,
+    because the report shows the noise floor.
+    """
+    return Run(
+        maker.directory,
+        maker.options,
+        [
+            _side(maker, BASELINE, {"baseline": folder_digest(maker.baseline)}),
+            _side(maker, CANDIDATE, checkpoint_inputs(maker)),
+        ],
+        name=maker.scenario.name,
+        evaluate=maker.scenario.evaluate,
+        preparation=preparation,
+        made=made_checkpoint(maker),
+        variants=_matrix(maker.scenario, maker.options),
+        attribution=replace(attribution, wanted=attribution.wanted is not False),
+        recorded=maker.recorded,
+    )
+
+
+def _side(maker: Maker, role: str, inputs: Digests) -> Side:
+    """Return a side of a made checkpoint. A server may run its tasks."""
+    settings, is_baseline = maker.evaluation, role == BASELINE
+    checkpoint = maker.baseline if is_baseline else maker.checkpoint
+    url = settings.baseline_endpoint if is_baseline else settings.endpoint
+    return Side(
+        role=role,
+        ref=Folder.at(checkpoint) if url is None else Server(url),
+        name=str(checkpoint),
+        label=role,
+        folder=_SIDE_FOLDERS[role],
+        engine=maker.options,
+        arguments=maker.options.serve.arguments(is_baseline=is_baseline),
+        inputs=inputs,
+        checkpoint=checkpoint,
+    )
+
+
+def _matrix(scenario: Scenario, options: EngineOptions) -> tuple[Variant, ...]:
+    variants = scenario.variants
+    return variants.matrix(options.serve, options.vllm_python) if variants is not None else ()
 
 
 def _require_weights_found(scenario: Scenario, folder: Path) -> None:
@@ -114,8 +172,8 @@ def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
         require_valid_settings(scenario.evaluate, require_tasks(scenario.evaluate, options))
     require_source(scenario.source)
     require_arguments([options.serve], options.vllm_python)
-    if scenario.variants is not None:
-        require_known_arguments(scenario.variants.matrix(options.serve, options.vllm_python))
+    if matrix := _matrix(scenario, options):
+        require_known_arguments(matrix)
 
 
 def _keep_scenario(file: Path, folder: Path) -> None:

@@ -2,25 +2,23 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from vexport.checkpoint.source import resolve_source
 from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, InputError
-from vexport.errors.extras import attempt_all
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
-from vexport.inference.requested_tasks import fetch_tasks, require_tasks
-from vexport.judge.task_settings import require_valid_settings
 from vexport.names import Server, SourceRef
-from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
+from vexport.outputs.replaceable import NamedPath, require_separate
 from vexport.reports.run_record import Report
-from vexport.run.directory import RUN_DIR, RunDirectory, logged_to, require_run_folder
-from vexport.run.given import RunModel
-from vexport.run.load_run import require_available, require_servable
-from vexport.run.stages.concluding import variants_report, write_report
+from vexport.run.checks import fetch_valid_tasks, require_servable, require_tasks_and_models
+from vexport.run.directory import KIND, RUN_DIR, opened
+from vexport.run.run import Run
+from vexport.run.side import local_side
+from vexport.run.stages.concluding import conclude, report
 from vexport.run.stages.serving import SESSION
-from vexport.run.stages.variants import REFUSAL, VariantComparison, serve_variants
+from vexport.run.stages.variants import REFUSAL
+from vexport.run.stages.variants import compare_variants as compare
 from vexport.scenario import Evaluate, Serve, Variants
 from vexport.scores.inputs import evaluation_inputs
 
@@ -61,24 +59,21 @@ def compare_variants(
     require_servable(root, [Serve()])
     require_separate(outputs, [NamedPath(label="CHECKPOINT", path=root)])
     if overwrite or not any(_sessions(folder)):
-        require_valid_settings(settings, fetch_tasks(settings, options))
-    with locked_folder(folder, RUN_DIR):
-        directory = RunDirectory(folder)
-        directory.begin(overwrite=overwrite)
-        comparing = VariantComparison(
-            ref=checkpoint,
-            root=root,
+        fetch_valid_tasks(settings, options)
+    side = local_side(
+        CANDIDATE, root, options, name=str(checkpoint), label=CANDIDATE, folder=CANDIDATE
+    )
+    with opened(folder, overwrite=overwrite) as directory:
+        run = Run(
+            directory,
+            options,
+            [side],
+            name=checkpoint.title,
+            evaluate=settings,
             variants=matrix,
-            settings=settings.model_copy(update={"baseline": None}),
-            options=options,
-            directory=directory,
         )
-        with logged_to(folder):
-            results = serve_variants(comparing)
-            model = RunModel(ref=checkpoint, role=CANDIDATE, checkpoint=root)
-            report = variants_report(model, results.rows, directory.seconds)
-            write_report(report, folder)
-    return ComparedVariants(report=report, faults=results.faults)
+        run.do(compare, conclude, report)
+    return ComparedVariants(report=run.result(report), faults=run.result(compare).faults)
 
 
 def _sessions(folder: Path) -> Iterator[Path]:
@@ -104,15 +99,5 @@ def _require_usable(
         )
     inputs = [NamedPath(label="CHECKPOINT", path=checkpoint.path)]
     require_separate(outputs, [*inputs, *evaluation_inputs(settings, "--task")])
-    require_run_folder(outputs[0].path)
-    attempt_all(
-        [
-            ("tasks", partial(_require_tasks, settings, options)),
-            (str(checkpoint), partial(require_available, checkpoint, [Serve()])),
-        ]
-    )
-
-
-def _require_tasks(settings: Evaluate, options: EngineOptions) -> None:
-    """Raise InputError if a task cannot be used, or if a margin or gate does not fit the tasks."""
-    require_valid_settings(settings, require_tasks(settings, options))
+    KIND.require_own(outputs[0].path)
+    require_tasks_and_models(settings, options, [checkpoint], [Serve()])

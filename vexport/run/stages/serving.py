@@ -1,63 +1,38 @@
-"""Run the stages in vLLM: load the checkpoint dry, serve both models, and compare their responses.
-
-Earlier stages made the checkpoint, or the user gave it to the run.
-"""
+"""Get the responses of both sides, judge the load of the candidate, and compare the responses."""
 
 import logging
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from vexport.calibration.data import first_texts
-from vexport.checkpoint.chat_template import chat_templates
-from vexport.checkpoint.index import find_quantization, folder_digest, read_index
-from vexport.checkpoint.source import parse_data
+from vexport.checkpoint.index import find_quantization, read_index
 from vexport.engine.describe import NONE, kernel_environment
-from vexport.engine.dry.load import dry_load_checkpoints
-from vexport.engine.installed import installed_text
 from vexport.engine.messages import SessionResult
 from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.files import digest_file
-from vexport.inference.answers import Answers, ServedSession
-from vexport.inference.endpoint.server import require_address
-from vexport.inference.endpoint.tokenizer import tokenizer_of
+from vexport.inference.answers import ServedSession
+from vexport.inference.fingerprint import read_fingerprint
 from vexport.inference.options import BASELINE, CANDIDATE
-from vexport.inference.prompting import lm_eval_settings
-from vexport.inference.prompts import CONTINUED_PROMPTS
-from vexport.inference.requested_tasks import fetch_tasks
-from vexport.inference.response_sources import (
-    DEFAULT_LM_EVAL,
-    EndpointSource,
-    EngineSource,
-    ExistingResults,
-    Questions,
-    ResponseSource,
-)
+from vexport.inference.response_sources import Questions
 from vexport.inference.session_folder import clear_session, remove_answers
 from vexport.inference.tasks import task_files
 from vexport.judge.accepting import expected_questions
 from vexport.judge.drift import drift_warnings
 from vexport.judge.drift import measure_drift as drift_between
+from vexport.judge.held_out import decide_on_text
 from vexport.judge.load_judgement import judge_by_reference
-from vexport.judge.task_settings import require_valid_settings
-from vexport.names import Folder, ResultFiles, Server
-from vexport.records import (
-    CandidateKind,
-    Drift,
-    DryLoadReport,
-    LoadReport,
-    Verdict,
-    named,
-)
+from vexport.judge.verdict import decide
+from vexport.names import AcceptedFile, ResultFiles
+from vexport.records import CandidateKind, Drift, EngineMode, LoadReport, Verdict, named
 from vexport.records.margin import margin_of_shares
-from vexport.run.directory import Digests, Run, Stage, data_digest, value_digest
-from vexport.run.given import RunModel
-from vexport.run.judging import outcome_and_reason, verdict_of
-from vexport.run.stages.making import check, checkpoint_inputs
+from vexport.run.comparison import outcome_and_reason
+from vexport.run.directory import Digests, data_digest, portable, value_digest
+from vexport.run.run import Run
+from vexport.run.side import Side
+from vexport.run.work import Stage
 from vexport.scenario import Calibration
-from vexport.scenario.evaluate import JudgementSettings, LmEvalSettings, TransportSettings
+from vexport.scenario.evaluate import JudgementSettings, TransportSettings
 from vexport.scenario.serve import EngineArguments
 from vexport.scores.readers.accepted import read_accepted_table
 
@@ -71,114 +46,15 @@ LOAD_FAILED_WARNING = (
 )
 
 
-@partial(Stage, "questions", LmEvalSettings)
-def resolve_prompting(run: Run) -> LmEvalSettings:
-    """Choose the settings of lm-eval's prompts for both models.
-
-    A checkpoint that the run makes has the source's tokenizer and chat template. The tasks'
-    documents are downloaded into the cache first, unless both models have finished them. Raises
-    InputError if the same prompts cannot be used for both models, or if a margin or gate does not
-    fit the tasks' metrics.
-    """
-    settings = run.evaluation
-    if not settings.tasks:
-        return DEFAULT_LM_EVAL
-    if run.given is not None:
-        return lm_eval_settings(settings, run.given.prompt_folders)
-    for url in filter(None, (settings.endpoint, settings.baseline_endpoint)):
-        require_address(url)
-    if not (run.place(CANDIDATE) / SESSION).is_file():
-        require_valid_settings(settings, fetch_tasks(settings, run.options))
-    return lm_eval_settings(settings, {BASELINE: run.baseline, "source": run.index.root})
-
-
-def _device_inputs(run: Run) -> Digests:
-    serve = run.options.serve
-    return {
-        **checkpoint_inputs(run),
-        "serve devices": value_digest([serve.dry_ranks, serve.compute]),
-    }
-
-
-@partial(
-    Stage,
-    "dry load",
-    DryLoadReport,
-    file="dry-load.json",
-    when=lambda run: run.result(check).ok and bool(run.options.serve.capabilities),
-    digest=_device_inputs,
-    makes_checkpoint=True,
-)
-def dry_load(run: Run) -> DryLoadReport:
-    """Load the checkpoint dry for each GPU of the scenario and each tensor parallel size."""
-    serve = run.options.serve
-    (report,) = dry_load_checkpoints(
-        [Folder.at(run.checkpoint)],
-        [run.options.vllm_python],
-        tp=serve.dry_ranks,
-        sm=serve.capabilities,
-        trust_remote_code=run.options.trust_remote_code,
-        timeout=serve.timeout,
-        on_progress=run.options.on_progress,
-    )
-    return report
-
-
-def _is_loadable(run: Run) -> bool:
-    """Return True if no earlier stage found an error in the checkpoint."""
-    checked = run.get(check)
-    dry = run.get(dry_load)
-    return (checked is None or checked.ok) and (dry is None or dry.ok)
-
-
-def _texts(run: Run) -> tuple[str, ...]:
-    """Return the first halves of calibration texts, for the model to continue.
-
-    Only local text and the default text are used. A run with a given checkpoint has no calibration
-    text.
-    """
-    if run.given is not None:
-        return ()
-    settings, most = run.scenario.calibration, max(CONTINUED_PROMPTS, run.evaluation.kl_prompts)
-    sources = settings.sources() if settings is not None else ()
-    local = [data for data in sources if parse_data(data.name).kind != "hub"]
-    texts = [text for data in local for text in first_texts(data, most)][:most]
-    return tuple(text[: text.rfind(" ", 0, len(text) // 2 + 1)] for text in texts if " " in text)
-
-
 def serve_digest(arguments: EngineArguments) -> str:
     """Return a digest of the engine's arguments and of the environment that selects its kernels."""
     chosen = kernel_environment()
     return value_digest(dict(arguments) if chosen == NONE else {**arguments, "environment": chosen})
 
 
-def _model_inputs(run: Run, role: str) -> Digests:
-    """Return the digests of a model's inputs, by their names in errors."""
-    if run.given is None:
-        if role == CANDIDATE:
-            return checkpoint_inputs(run)
-        return {"baseline": folder_digest(run.baseline)}
-    model = run.model(role)
-    assert model is not None
-    name = "baseline" if role == BASELINE else "checkpoint"
-    python = run.engine(role).vllm_python
-    digests = {
-        "interpreter of vLLM": value_digest(str(python or "")),
-        "version of vLLM": value_digest(installed_text(python)),
-    }
-    if model.checkpoint is not None:
-        digests[name] = folder_digest(model.checkpoint)
-    if isinstance(model.ref, Server):
-        digests[f"address of the {name}"] = value_digest([model.ref.url, str(model.tokenizer)])
-        digests[f"model at the address of the {name}"] = value_digest(model.served)
-    if role == CANDIDATE:  # some documents run twice if there is no session of the baseline
-        digests["kind of baseline"] = value_digest("accepted" if run.given.against else "model")
-    return digests
-
-
 def _session_inputs(run: Run, *, role: str) -> Digests:
     """Return the digests of a session's inputs, including its model."""
-    settings = run.evaluation
+    settings, side = run.evaluation, run.sides[role]
     files = list[Path]()
     for task in settings.tasks:
         files += sorted(task_files(Path(task)))
@@ -190,104 +66,54 @@ def _session_inputs(run: Run, *, role: str) -> Digests:
     digests = {f"`{setting}`": value_digest(value) for setting, value in evaluation.items()}
     if settings.text is not None:
         digests["content of `text`"] = data_digest(Calibration(data=settings.text))
-    if not run.engine(role).serve.canaries:
+    if not side.engine.serve.canaries:
         digests["`serve.canaries`"] = value_digest(False)
+    if role == CANDIDATE:  # some documents run twice if there is no session of the baseline
+        digests["kind of baseline"] = value_digest("accepted" if run.accepted else "model")
     return {
-        **_model_inputs(run, role),
+        **side.inputs,
         **digests,
         "content of the tasks": value_digest(
             [digest_file(file) for file in files if file.is_file()]
         ),
-        "chat template": value_digest(_templates(run)),
-        "`serve`": serve_digest(run.arguments(role)),
-        "prompts": value_digest(list(_texts(run))),
+        "chat template": value_digest(run.preparation.templates),
+        "`serve`": serve_digest(side.arguments),
+        "prompts": value_digest(list(run.preparation.texts)),
     }
 
 
-def _templates(run: Run) -> Mapping[str, str] | None:
-    """Return the chat templates of the first model, or None if no chat template is applied."""
-    if not run.result(resolve_prompting).apply_chat_template:
-        return None
-    folder = run.baseline if run.given is None else next(iter(run.given.prompt_folders.values()))
-    return chat_templates(folder)
-
-
 def _questions(run: Run, role: str) -> Questions:
-    """Return all questions for a model of the run."""
-    against = run.given.against if run.given is not None else None
+    """Return all questions for a side of the run."""
+    accepted = run.accepted
     return Questions(
         evaluate=run.evaluation,
-        lm_eval=run.result(resolve_prompting),
-        texts=_texts(run),
-        repeat=role == BASELINE or against is not None,
-        accepted={} if against is None else expected_questions(read_accepted_table(against)),
+        lm_eval=run.preparation.lm_eval,
+        texts=run.preparation.texts,
+        repeat=role == BASELINE or accepted is not None,
+        accepted={} if accepted is None else expected_questions(read_accepted_table(accepted)),
     )
-
-
-def _source(run: Run, role: str) -> ResponseSource:
-    """Return the source of a model's responses: given results, a server, or vLLM on this machine.
-
-    The fixed prompts are an exception. If the model has a server and a checkpoint, they run in vLLM
-    on this machine (see `_serve`).
-    """
-    model = _model(run, role)
-    if isinstance(model.ref, ResultFiles):
-        return ExistingResults(results=model.ref.path)
-    if not isinstance(model.ref, Server):
-        return _engine(run, role)
-    if model.checkpoint is None:
-        assert model.tokenizer is not None
-        folder, is_trusted = model.tokenizer, model.trust_tokenizer
-    else:
-        tokenizer = tokenizer_of(role, model.ref.url, run.evaluation, run.options, model.checkpoint)
-        folder, is_trusted = tokenizer.folder, tokenizer.is_trusted
-    return EndpointSource(
-        role=model.role,
-        url=model.ref.url,
-        tokenizer=folder,
-        options=run.options,
-        trust_tokenizer=is_trusted,
-    )
-
-
-def _engine(run: Run, role: str) -> EngineSource:
-    """Return vLLM on this machine as the source of a model's responses."""
-    model = _model(run, role)
-    assert model.checkpoint is not None
-    return EngineSource(
-        role=model.role,
-        checkpoint=model.checkpoint,
-        options=run.engine(role),
-        arguments=run.arguments(role),
-    )
-
-
-def _model(run: Run, role: str) -> RunModel:
-    model = run.model(role)
-    assert model is not None
-    return model
 
 
 def _serve(run: Run, role: str) -> ServedSession:
-    """Get a model's responses from vLLM on this machine, from an address, or from both.
+    """Get a side's responses from vLLM on this machine, from an address, or from both.
 
-    Some documents run twice, to measure the noise. Raises EnvironmentFault if too many of their
-    responses differ. Then nothing is compared.
+    If a server runs a checkpoint of this machine, vLLM runs the fixed prompts here. Some documents
+    run twice, to measure the noise. Raises EnvironmentFault if too many of their responses differ.
+    Then nothing is compared.
     """
-    model = _model(run, role)
+    side = run.sides[role]
     questions = _questions(run, role)
-    folder = run.place(role)
-    clear_session(folder, run.root)
-    if not isinstance(model.ref, Server) or model.checkpoint is None:
-        served = _source(run, role).get_responses(questions, folder).served
-    else:
+    folder = run.places[role].folder
+    clear_session(folder, run.directory.root)
+    if side.has_server_and_checkpoint:
         without_tasks = questions.evaluate.model_copy(update={"tasks": ()})
         prompts = replace(questions, evaluate=without_tasks)
-        served = _engine(run, role).get_responses(prompts, folder).served
-        if served is not None and served.result.failure is None:
-            _source(run, role).get_responses(questions, folder)
+        served = side.engine_source.get_responses(prompts, folder)
+        if served.result.failure is None:
+            side.source(run.evaluation).get_responses(questions, folder)
+    else:
+        served = side.source(run.evaluation).get_responses(questions, folder)
     remove_answers(folder)
-    assert served is not None
     return served
 
 
@@ -313,7 +139,7 @@ def require_served(role: str, result: SessionResult) -> None:
     ServedSession,
     file=SESSION,
     place=BASELINE,
-    when=lambda run: _is_loadable(run) and run.needs_answers(BASELINE),
+    when=lambda run: run.is_served(BASELINE),
     digest=partial(_session_inputs, role=BASELINE),
 )
 def serve_baseline(run: Run) -> ServedSession:
@@ -327,7 +153,7 @@ def serve_baseline(run: Run) -> ServedSession:
     ServedSession,
     file=SESSION,
     place=CANDIDATE,
-    when=lambda run: _is_loadable(run) and run.needs_answers(CANDIDATE),
+    when=lambda run: run.is_served(CANDIDATE),
     digest=partial(_session_inputs, role=CANDIDATE),
 )
 def serve_candidate(run: Run) -> ServedSession:
@@ -336,20 +162,10 @@ def serve_candidate(run: Run) -> ServedSession:
     if baseline is not None:
         require_served(BASELINE, baseline.result)
     served = _serve(run, CANDIDATE)
-    if run.given is None and run.work.evaluate is not None and served.result.failure is None:
+    if run.judges_load and run.evaluate is not None and served.result.failure is None:
         with suppress(VexportError):  # `judge` raises it later, unless the load gate decides
             LOG.info(outcome_and_reason(_verdict(run, served)))
     return served
-
-
-def is_served(run: Run) -> bool:
-    """Return True if vLLM was started with the checkpoint. vLLM may have refused it."""
-    return run.get(serve_candidate) is not None
-
-
-def _judges_load(run: Run) -> bool:
-    """Return True if the load is judged. `vexport eval` judges only the responses."""
-    return is_served(run) and (run.given is None or run.given.evaluate is None)
 
 
 def _load_stage(
@@ -369,16 +185,16 @@ def _load_stage(
         }
 
     def is_judged(run: Run) -> bool:
-        return _judges_load(run) and run.get(session) is not None
+        return run.judges_load and run.get(session) is not None
 
     @partial(Stage, name, LoadReport, file="load.json", place=place, when=is_judged, digest=inputs)
     def load(run: Run) -> LoadReport:
-        model = run.given.candidate if run.given is not None else None
-        progress = named(model.role if model else role, run.options.on_progress)
+        side = run.sides[role]
+        progress = named(side.label, run.options.on_progress)
         report = judge_by_reference(run.result(session), run.get(serve_baseline), progress)
-        if run.given is None:
-            return report
-        return replace(report, mode=run.given.mode, tp=run.options.serve.ranks)
+        serve = side.engine.serve
+        mode: EngineMode = "eager" if serve.enforce_eager else "default"
+        return replace(report, mode=mode, tp=serve.ranks)
 
     return load
 
@@ -392,7 +208,7 @@ def load_of(run: Run, session: Stage[ServedSession]) -> LoadReport | None:
 
     Returns None if the model was not started on this machine.
     """
-    served = run.get(session)
+    served = run.find(session)
     if served is None:
         return None
     result = served.result
@@ -416,7 +232,7 @@ def local_sessions(run: Run) -> tuple[ServedSession, ServedSession] | None:
     candidate = run.get(serve_candidate)
     if baseline is None or candidate is None:
         return None
-    is_here = run.given is None or (baseline.result.engine and candidate.result.engine)
+    is_here = baseline.result.engine is not None and candidate.result.engine is not None
     return (baseline, candidate) if is_here else None
 
 
@@ -429,12 +245,13 @@ def measure_drift(run: Run) -> Drift | None:
 
 
 def _is_compared(run: Run) -> bool:
-    """Return True if the run has both models' responses and compares them."""
-    if run.given is None:
-        served = run.get(serve_candidate)
-        has_answers = served is not None and served.result.failure is None
-        return has_answers and run.work.evaluate is not None
-    return run.given.evaluate is not None and run.given.is_compared
+    """Return True if the run has both sides' responses, or vLLM refused a given checkpoint."""
+    if run.evaluate is None or run.baseline is None:
+        return False
+    if not run.candidate.is_served:
+        return True
+    served = run.get(serve_candidate)
+    return served is not None and (served.result.failure is None or not run.judges_load)
 
 
 @partial(Stage, "judge", Verdict, when=_is_compared)
@@ -449,7 +266,7 @@ def judge(run: Run) -> Verdict | None:
     baseline = run.get(serve_baseline)
     if baseline is not None:
         require_served(BASELINE, baseline.result)
-    if run.given is not None and served is not None and served.result.failure is not None:
+    if served is not None and served.result.failure is not None:
         return _refused_verdict(run, served.result.failure.message)
     is_loaded = loaded is None or loaded.ok
     try:
@@ -461,18 +278,15 @@ def judge(run: Run) -> Verdict | None:
     warnings = [*verdict.warnings, *_other_warnings(run)]
     if not is_loaded:
         warnings.append(LOAD_FAILED_WARNING)
-    verdict = replace(verdict, warnings=tuple(warnings), candidate=_candidate_kind(run))
-    if run.given is None:
-        return verdict
-    name = run.given.candidate.name
-    if run.given.candidate_folder:
+    verdict = replace(verdict, warnings=tuple(warnings), candidate=_candidate_kind(run.candidate))
+    name = run.candidate.name
+    if run.candidate.part:
         LOG.info("%s: %s", name, outcome_and_reason(verdict))
     return replace(verdict, checkpoint=name)
 
 
 def _refused_verdict(run: Run, message: str) -> Verdict:
     """Return the verdict on a given checkpoint that vLLM refused."""
-    assert run.given is not None
     return Verdict(
         outcome="FAIL",
         reason=f"vLLM refused it: {message}",
@@ -480,7 +294,7 @@ def _refused_verdict(run: Run, message: str) -> Verdict:
         alpha=run.evaluation.alpha,
         method="not asked",
         tasks=(),
-        checkpoint=run.given.candidate.name,
+        checkpoint=run.candidate.name,
     )
 
 
@@ -489,35 +303,52 @@ def _other_warnings(run: Run) -> tuple[str, ...]:
     if run.evaluation.text is None:
         drift = run.get(measure_drift)
         return drift_warnings(drift) if drift else ()
-    if run.given is not None:
-        return ()
-    calibration = run.scenario.calibration
-    is_seen = calibration is not None and calibration.data == run.evaluation.text
+    calibration = run.made.calibration if run.made is not None else None
+    is_seen = calibration is not None and calibration.data == portable(run.evaluation.text)
     return (CALIBRATION_TEXT_WARNING,) if is_seen else ()
 
 
-def _candidate_kind(run: Run) -> CandidateKind:
+def _candidate_kind(side: Side) -> CandidateKind:
     """Return what the candidate is, for the names of columns in reports."""
-    model = _model(run, CANDIDATE)
-    if isinstance(model.ref, ResultFiles):
+    if not side.is_served:
         return "candidate"
-    if model.checkpoint is None:
+    if side.checkpoint is None:
         return "server"
-    index = read_index(model.checkpoint)
+    index = read_index(side.checkpoint)
     return "quantized" if find_quantization(index.root, index.config) else "unquantized"
 
 
 def _verdict(run: Run, candidate: ServedSession | None) -> Verdict:
-    """Compare the responses of both models. `candidate` is the candidate's session or None."""
-    if run.given is not None and run.given.against is not None:
-        baseline = Answers(results=run.given.against)
-    else:
-        baseline = _answers(run, BASELINE, run.get(serve_baseline))
-    return verdict_of(run.evaluation, baseline, _answers(run, CANDIDATE, candidate))
+    """Compare both sides' responses to tasks, or their log-probabilities of the text.
+
+    `candidate` is the candidate's session or None. Raises CheckpointFailed if the log-probabilities
+    of the text cannot be compared.
+    """
+    settings = run.evaluation
+    results = {role: results_of(run, role) for role in run.sides}
+    if settings.text is None:
+        return decide(
+            results[BASELINE],
+            results[CANDIDATE],
+            margin=settings.margin,
+            alpha=settings.alpha,
+            gate=settings.gate,
+        )
+    baseline = run.result(serve_baseline)
+    assert candidate is not None
+    verdict = decide_on_text(portable(settings.text), baseline, candidate, settings)
+    return replace(
+        verdict,
+        fingerprint=read_fingerprint(results[CANDIDATE]),
+        baseline_fingerprint=read_fingerprint(results[BASELINE]),
+    )
 
 
-def _answers(run: Run, role: str, served: ServedSession | None) -> Answers:
-    """Return a model's responses, from its session in this run or from given results."""
-    if run.needs_answers(role):
-        return Answers(results=run.place(role), served=served)
-    return _source(run, role).get_responses(_questions(run, role), run.place(role))
+def results_of(run: Run, role: str) -> Path:
+    """Return the path of a side's responses: the given results, or a folder of the run."""
+    ref = run.sides[role].ref
+    return ref.path if isinstance(ref, ResultFiles | AcceptedFile) else run.places[role].folder
+
+
+COMPARISON: tuple[Stage[object], ...] = (load_baseline, load_candidate, measure_drift, judge)
+"""The stages after both sides have responded."""

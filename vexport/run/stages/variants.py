@@ -1,15 +1,14 @@
 """Serve one checkpoint in several variants, and compare each variant with the first.
 
-Each variant is a run with a given checkpoint. All these runs share the run directory and the
-responses of the first variant, which is the baseline. Each variant's responses are in a separate
-folder, so a second call serves only the variants without responses. If vLLM refuses a variant, the
-reason is kept in this folder too. A later call with the same version of vLLM does not try the
-variant again. Failures of the environment, such as too little memory, are not kept.
+Each variant is a run with two sides. All these runs share the run directory and the responses of
+the first variant, which is the baseline. Each variant's responses are in a separate folder, so a
+second call serves only the variants without responses. If vLLM refuses a variant, the reason is
+kept in this folder too. A later call with the same version of vLLM does not try the variant again.
+Failures of the environment, such as too little memory, are not kept.
 """
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,22 +28,23 @@ from vexport.errors import (
 )
 from vexport.files import digest_bytes, from_json, to_json, write_text
 from vexport.inference.answers import ServedSession
-from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
-from vexport.names import Folder, SourceRef
+from vexport.inference.options import BASELINE, CANDIDATE
 from vexport.outputs.manifest import is_recorded, record
 from vexport.records import ComparedVariant, VariantOutcome
 from vexport.records.values import PROGRESS_DETAIL
 from vexport.run.comparison import reported_kl, worst_task
-from vexport.run.directory import Digests, Run, RunDirectory, Stage
-from vexport.run.given import Given, RunModel, variant_name
-from vexport.run.stages.order import COMPARISON_STAGES, PREPARATION_STAGES
+from vexport.run.directory import Digests
+from vexport.run.run import Run
+from vexport.run.side import Side, local_side, prepare
 from vexport.run.stages.serving import (
+    COMPARISON,
     SESSION,
     judge,
     measure_drift,
     serve_baseline,
     serve_candidate,
 )
+from vexport.run.work import Stage
 from vexport.scenario import Evaluate, Variant
 
 LOG = logging.getLogger(__name__)
@@ -84,46 +84,41 @@ class VariantResults:
     faults: tuple[EnvironmentFault, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VariantComparison:
-    """A checkpoint, its variants, and the place of their responses.
+def _runs(run: Run) -> list[Run]:
+    """Return a run for each variant except the first."""
+    root = run.candidate.checkpoint
+    assert root is not None
+    baseline, *others = run.variants
+    without_addresses = {"baseline": None, "endpoint": None, "baseline_endpoint": None}
+    settings = run.evaluation.model_copy(update=without_addresses)
+    settings = _with_same_rows(settings, run.variants)
+    preparation = prepare(settings, {BASELINE: root})
+    within = VARIANTS if run.made is not None else ""
 
-    `ref` is the checkpoint in the command or scenario, and `root` its folder. The responses
-    are in the folder `results_folder` of the run directory `directory`, or in the run directory
-    itself if `results_folder` is "".
-    """
-
-    ref: SourceRef
-    root: Path
-    variants: Sequence[Variant]
-    settings: Evaluate
-    options: EngineOptions
-    directory: RunDirectory
-    results_folder: str = ""
-
-    def runs(self) -> list[Run]:
-        """Return a run for each variant except the first."""
-        baseline, *others = self.variants
-        folders = folder_names(others)
-        return [
-            self._run(baseline, each, candidate_folder)
-            for each, candidate_folder in zip(others, folders, strict=True)
-        ]
-
-    def _run(self, baseline: Variant, variant: Variant, candidate_folder: str) -> Run:
-        given = Given(
-            name=str(self.ref),
-            candidate=self._model(variant, variant_name(variant)),
-            baseline=self._model(baseline, BASELINE),
-            evaluate=_with_same_rows(self.settings, self.variants),
-            candidate_folder=candidate_folder,
-            results_folder=self.results_folder,
-            prompt_folders={BASELINE: self.root},
+    def side(role: str, variant: Variant, part: str) -> Side:
+        engine = replace(run.options, serve=variant.serve, vllm_python=variant.vllm_python)
+        return local_side(
+            role,
+            root,
+            engine,
+            name=f"{run.candidate.name} ({variant_name(variant)})",
+            label=role if role == BASELINE else variant_name(variant),
+            folder="/".join(filter(None, (within, role, part))),
+            part="/".join(filter(None, (within, part))),
         )
-        return Run(given, self.directory.root, self.options, directory=self.directory)
 
-    def _model(self, variant: Variant, role: str) -> RunModel:
-        return RunModel(ref=self.ref, role=role, checkpoint=self.root, variant=variant)
+    first = side(BASELINE, baseline, "")
+    return [
+        Run(
+            run.directory,
+            run.options,
+            (first, side(CANDIDATE, variant, part)),
+            name=variant_name(variant),
+            evaluate=settings,
+            preparation=preparation,
+        )
+        for variant, part in zip(others, folder_names(others), strict=True)
+    ]
 
 
 def _with_same_rows(settings: Evaluate, variants: Sequence[Variant]) -> Evaluate:
@@ -138,38 +133,30 @@ def _with_same_rows(settings: Evaluate, variants: Sequence[Variant]) -> Evaluate
     return settings.model_copy(update={"text_tokens": tokens})
 
 
-def folder_names(variants: Sequence[Variant]) -> list[str]:
-    """Return a different folder name for each variant.
+def variant_name(variant: Variant) -> str:
+    """Return the name of a variant in messages: its setting, and its version of vLLM."""
+    if not variant.has_other_vllm:
+        return variant.setting
+    version = installed_text(variant.vllm_python)
+    return f"{variant.setting} with vLLM {version or variant.vllm_python}"
 
-    A name does not depend on the order or number of variants, so a later call with more variants
-    finds the responses. If a variant is repeated, the later names end with `-copy2`, `-copy3` and
-    so on.
+
+def folder_names(variants: Sequence[Variant]) -> list[str]:
+    """Return a different folder name for each variant: its setting, and a digest.
+
+    A name does not depend on other variants, so a later call with more variants finds the
+    responses.
     """
     names: list[str] = []
-    seen = Counter[str]()
-    for variant in variants:
-        name = _folder_name(variant)
-        seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}-copy{seen[name]}")
+    for number, variant in enumerate(variants):
+        readable = _UNSAFE_CHARACTERS.sub("-", variant.setting).strip("-.")[:_MAX_NAME_LENGTH]
+        python = variant.vllm_python if variant.has_other_vllm else None
+        exact = f"{variant.setting}\n{python}\n{variants[:number].count(variant)}"
+        names.append(f"{readable}-{digest_bytes(exact.encode())[:_DIGEST_DIGITS]}")
     return names
 
 
-def _folder_name(variant: Variant) -> str:
-    """Return a readable folder name for a variant.
-
-    A digest is appended if the name does not show the setting exactly, or if the variant has
-    another interpreter. The digest covers the exact setting, the interpreter's path, or both.
-    """
-    readable = _UNSAFE_CHARACTERS.sub("-", variant.setting).strip("-.")[:_MAX_NAME_LENGTH]
-    exact = "" if readable == variant.setting else variant.setting
-    if variant.has_other_vllm:
-        readable += f"-vllm-{_UNSAFE_CHARACTERS.sub('-', installed_text(variant.vllm_python))}"
-        exact += f"\n{variant.vllm_python}"
-    digest = f"-{digest_bytes(exact.encode())[:_DIGEST_DIGITS]}" if exact else ""
-    return readable + digest
-
-
-def serve_variants(comparing: VariantComparison) -> VariantResults:
+def serve_variants(run: Run) -> VariantResults:
     """Serve the checkpoint in every variant, and compare the responses with the first variant's.
 
     Finished variants are not served again. A variant that vLLM refuses, or that fails, does not
@@ -179,32 +166,31 @@ def serve_variants(comparing: VariantComparison) -> VariantResults:
         InputError: an earlier call began with other inputs, or vLLM does not have an argument.
         EnvironmentFault: the environment fails for the first variant. A refusal by vLLM is a row.
     """
-    runs = comparing.runs()
-    for run in runs:
-        for stage in PREPARATION_STAGES:
-            run.do(stage)
-        run.require_same_inputs(serve_baseline)
-        run.require_same_inputs(serve_candidate)
+    runs = _runs(run)
+    for each in runs:
+        each.require_same_inputs(serve_baseline)
+        each.require_same_inputs(serve_candidate)
     refused = _kept_refusals(runs)
-    problems = _find_problems(comparing.variants, _pending(runs) - refused.keys())
-    _require_known(comparing.variants, problems)
-    first = _serve_first(comparing, runs[0], _first(problems, 0), refused.get(0))
+    problems = _find_problems(run.variants, _pending(runs) - refused.keys())
+    _require_known(run.variants, problems)
+    first = _serve_first(runs[0], run.variants[0], _first(problems, 0), refused.get(0))
     if first.outcome == "REFUSED":
         return VariantResults(rows=(first,))
     rows = [first]
     faults: list[EnvironmentFault] = []
-    for number, run in enumerate(runs, 1):
-        variant = comparing.variants[number]
+    for number, each in enumerate(runs, 1):
+        variant = run.variants[number]
         detail = f"variants{PROGRESS_DETAIL}{variant_name(variant)}"
-        comparing.options.on_progress(detail, number, len(comparing.variants))
+        run.options.on_progress(detail, number, len(run.variants))
         row, fault = _compare_with_first(
-            run, variant, _first(problems, number), refused.get(number)
+            each, variant, _first(problems, number), refused.get(number)
         )
         rows.append(row)
         if fault is not None:
             faults.append(fault)
         if row.verdict is None:  # otherwise `judge` has logged it
             LOG.info("%s: %s: %s", row.name, row.outcome, row.reason)
+        run.recorded |= {name: name for name in each.recorded.values()}
     return VariantResults(rows=tuple(rows), faults=tuple(faults))
 
 
@@ -213,9 +199,9 @@ def _pending(runs: Sequence[Run]) -> set[int]:
     pending = {
         number
         for number, run in enumerate(runs, 1)
-        if not (run.place(CANDIDATE) / SESSION).is_file()
+        if not (run.places[CANDIDATE].folder / SESSION).is_file()
     }
-    if not (runs[0].place(BASELINE) / SESSION).is_file():
+    if not (runs[0].places[BASELINE].folder / SESSION).is_file():
         pending.add(0)
     return pending
 
@@ -229,7 +215,7 @@ def _kept_refusals(runs: Sequence[Run]) -> dict[int, str]:
 
 def _kept_refusal(run: Run, role: str) -> str | None:
     """Return vLLM's reason if it refused the same session in an earlier call, else None."""
-    file = run.place(role) / REFUSAL
+    file = run.places[role].folder / REFUSAL
     if not file.is_file() or not is_recorded(file):
         return None
     refusal = from_json(Refusal, file)
@@ -237,7 +223,7 @@ def _kept_refusal(run: Run, role: str) -> str | None:
 
 
 def _keep_refusal(run: Run, role: str, reason: str) -> None:
-    file = run.place(role) / REFUSAL
+    file = run.places[role].folder / REFUSAL
     record(file)
     write_text(file, to_json(Refusal(inputs=_inputs(run, role), reason=reason)))
 
@@ -308,16 +294,15 @@ def _require_known(variants: Sequence[Variant], problems: Problems) -> None:
 
 
 def _serve_first(
-    comparing: VariantComparison, run: Run, problem: VexportError | None, refused: str | None
+    run: Run, variant: Variant, problem: VexportError | None, refused: str | None
 ) -> ComparedVariant:
     """Get the responses of the first variant, and return its row.
 
     `problem` is a problem with the variant's arguments. `refused` is the reason if vLLM refused the
     variant in an earlier call.
     """
-    variant = comparing.variants[0]
     row = partial(_row, run, variant, BASELINE)
-    reason = refused or _serve(run, BASELINE, variant, comparing.root, problem)
+    reason = refused or _serve(run, BASELINE, variant, problem)
     if reason is not None:
         return row("REFUSED", reason)
     return row("BASELINE", "the other variants are compared with it")
@@ -332,16 +317,12 @@ def _compare_with_first(
     `refused`.
     """
     row = partial(_row, run, variant, CANDIDATE)
-    model = run.model(CANDIDATE)
-    assert model is not None
-    assert model.checkpoint is not None
     try:
         run.do(serve_baseline)
-        reason = refused or _serve(run, CANDIDATE, variant, model.checkpoint, problem)
+        reason = refused or _serve(run, CANDIDATE, variant, problem)
         if reason is not None:
             return row("REFUSED", reason), None
-        for stage in COMPARISON_STAGES:
-            run.do(stage)
+        run.do(*COMPARISON)
     except EnvironmentFault as fault:
         return row("NO ANSWER", str(fault)), fault
     except Inconclusive as error:
@@ -353,16 +334,14 @@ def _compare_with_first(
     return _row_with_verdict(run, row), None
 
 
-def _serve(
-    run: Run, role: str, variant: Variant, root: Path, problem: VexportError | None
-) -> str | None:
+def _serve(run: Run, role: str, variant: Variant, problem: VexportError | None) -> str | None:
     """Get the responses of a variant. Return the reason if vLLM refuses it, and keep the reason.
 
     Raises EnvironmentFault if the environment fails. Then a later call tries the variant again.
     """
     stage = _session_of(role)
     try:
-        _require_possible(root, variant, problem)
+        _require_possible(run.sides[role], problem)
         run.do(stage)
     except EngineFault as fault:
         if fault.failure.kind not in _REFUSALS:
@@ -377,11 +356,12 @@ def _serve(
     return reason
 
 
-def _require_possible(root: Path, variant: Variant, problem: VexportError | None) -> None:
+def _require_possible(side: Side, problem: VexportError | None) -> None:
     """Raise the problem with a variant's arguments, or InputError if its heads cannot be split."""
     if problem is not None:
         raise problem
-    require_heads(root, variant.serve.ranks)
+    assert side.checkpoint is not None
+    require_heads(side.checkpoint, side.engine.serve.ranks)
 
 
 def _row(
@@ -390,14 +370,14 @@ def _row(
     """Return the row of a variant without its verdict and its measured values."""
     version = installed_text(variant.vllm_python)
     stage = _session_of(role)
-    served = run.get(stage) if run.is_reached(stage) else None
+    served = run.find(stage)
     if served is not None and served.result.vllm:
         version = served.result.vllm
     return ComparedVariant(
         setting=variant.setting,
         vllm=version,
         vllm_python=str(variant.vllm_python) if variant.has_other_vllm else "",
-        folder=str(run.place(role)),
+        folder=str(run.places[role].folder),
         outcome=outcome,
         reason=reason,
     )
@@ -418,32 +398,20 @@ def _row_with_verdict(
 
 
 def _can_serve_variants(run: Run) -> bool:
-    """Return True if the scenario has variants, and vLLM did not refuse the checkpoint."""
-    if run.given is not None or run.scenario.variants is None:
-        return False
-    served = run.get(serve_candidate)
-    return served is not None and served.result.failure is None
+    """Return True if there are variants, and vLLM did not refuse the checkpoint."""
+    served = run.find(serve_candidate)
+    is_refused = served is not None and served.result.failure is not None
+    return bool(run.variants) and run.is_loadable and not is_refused
 
 
 @partial(Stage, "variants", VariantResults, when=_can_serve_variants)
-def compare_variants_of_run(run: Run) -> VariantResults:
-    """Compare the variants of the checkpoint that the run made.
+def compare_variants(run: Run) -> VariantResults:
+    """Compare the variants of the checkpoint.
 
-    Raises EnvironmentFaults if the environment failed for a variant.
+    If the run made the checkpoint, it raises EnvironmentFaults if the environment failed for a
+    variant. Otherwise the report contains the other variants.
     """
-    variants = run.scenario.variants
-    assert variants is not None
-    without_addresses = {"baseline": None, "endpoint": None, "baseline_endpoint": None}
-    comparing = VariantComparison(
-        ref=Folder.at(run.checkpoint),
-        root=run.checkpoint,
-        variants=variants.matrix(run.options.serve, run.options.vllm_python),
-        settings=run.evaluation.model_copy(update=without_addresses),
-        options=run.options,
-        directory=run.directory,
-        results_folder=VARIANTS,
-    )
-    results = serve_variants(comparing)
-    if results.faults:
+    results = serve_variants(run)
+    if results.faults and run.made is not None:
         raise EnvironmentFaults(results.faults)
     return results
