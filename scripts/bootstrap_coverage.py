@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from vexport.judge.corpus import compare_corpora
 from vexport.records import Json
-from vexport.scores.aggregates import Table, tabulate
+from vexport.scores.aggregates import CorpusTable, tabulate
 from vexport.scores.metrics import AGGREGATIONS
 
 ALPHA = 0.05
@@ -142,7 +142,7 @@ MAKERS: Mapping[str, Callable[[Noise, float], tuple[Values, Values]]] = {
 }
 
 
-def coverage(table: Table, documents: int, times: int) -> tuple[float, float, float]:
+def coverage(table: CorpusTable, documents: int, times: int) -> tuple[float, float, float]:
     """Return the true difference, and the shares of lower and of upper bounds that cover it."""
     sign = 1.0 if table.higher_is_better else -1.0
     totals = [side.sum(axis=0) for side in (table.baseline, table.candidate)]

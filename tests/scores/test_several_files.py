@@ -81,18 +81,6 @@ def test_later_trial_is_named(tmp_path: Path) -> None:
     assert_contains(" ".join(first.split()), "results_2026-11-01T10-00-00.000000.json")
 
 
-def test_unrecorded_numbers_of_documents_are_counted(tmp_path: Path) -> None:
-    """Older versions of lm-eval do not record how many documents they evaluated."""
-    write(tmp_path, "a", RIGHT)
-    write(tmp_path, "a", RIGHT[:70], day=2)
-    for file in tmp_path.glob("results_*.json"):
-        content = json.loads(file.read_text())
-        del content["n-samples"]
-        file.write_text(json.dumps(content))
-    (warning,) = read_lm_eval(tmp_path).replaced
-    assert_contains(warning, "a: judged on 70 of 200 documents")
-
-
 def test_repeated_task_is_read_from_its_newest_file(tmp_path: Path) -> None:
     write(tmp_path, "a", LOST)
     write(tmp_path, "b", RIGHT)

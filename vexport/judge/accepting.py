@@ -98,7 +98,6 @@ def _accepted_task(results: ScoreTable, name: str, gate: TaskPair) -> AcceptedTa
 
 
 def _stated_direction(task: TaskTable, gate: TaskPair) -> bool | None:
-    """Return whether a higher aggregate is better, or None if nothing states it."""
     if gate.direction_assumed:
         return None
     return gate.sign > 0 if gate.own_unit is None else task.direction(gate.metric)

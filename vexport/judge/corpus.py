@@ -20,7 +20,7 @@ from vexport.judge.resampling import (
     grouped_sums,
 )
 from vexport.judge.statistics import Clusters, Interval, student_quantile, tango_interval
-from vexport.scores.aggregates import Measure, NotReadable, Scores, Table
+from vexport.scores.aggregates import CorpusTable, Measure, NotReadable, Scores
 
 LEAST_DOCUMENTS = 8
 """Minimum number of documents for PASS. Fewer documents do not represent other documents."""
@@ -31,7 +31,7 @@ class CorpusComparison:
     """Both models' values of a metric of a whole corpus, and the values of resampled corpora.
 
     - `values` are the measures of the baseline and the candidate, such as mean log-likelihoods.
-      `reported` are the values that lm-eval reports for them, such as perplexities (see `Table`).
+      `reported` are the values that lm-eval reports for them, such as perplexities.
     - `resampled` has the measures of resampled corpora, shape (2, resamples).
     - `jackknife` has the measures without one unit, for each unit, shape (2, units). A unit is a
       document with all its responses.
@@ -44,7 +44,7 @@ class CorpusComparison:
       number of responses. It is 0 for log-likelihoods and probabilities (see `_change_size`).
     """
 
-    table: Table
+    table: CorpusTable
     values: tuple[float, float]
     reported: tuple[float, float]
     resampled: Scores
@@ -78,7 +78,7 @@ class CorpusComparison:
 
 
 def compare_corpora(
-    table: Table, clusters: Clusters | None = None, *, resamples: int = RESAMPLES
+    table: CorpusTable, clusters: Clusters | None = None, *, resamples: int = RESAMPLES
 ) -> CorpusComparison:
     """Draw `resamples` resampled corpora from the documents of a table.
 
@@ -123,7 +123,6 @@ def compare_corpora(
 
 
 def _by_unit(rows: Scores, clusters: Clusters | None) -> Scores:
-    """Return the sums of the rows of each document."""
     if clusters is None:
         return rows
     sums = np.zeros((int(clusters.max()) + 1, rows.shape[1]))
@@ -142,7 +141,7 @@ def _influence(measure: Measure, rows: Scores, total: Scores) -> Scores:
     return parts
 
 
-def worst_influence(table: Table) -> Scores | None:
+def worst_influence(table: CorpusTable) -> Scores | None:
     """Return the contributions of the worst possible responses, or None if there are none."""
     if table.worst is None:
         return None
@@ -150,7 +149,7 @@ def worst_influence(table: Table) -> Scores | None:
         return _influence(table.measure, table.worst, table.worst.sum(axis=0))
 
 
-def _change_size(table: Table, total: Scores, value: float, influence: Scores) -> float:
+def _change_size(table: CorpusTable, total: Scores, value: float, influence: Scores) -> float:
     """Return the size of a typical change of one response, times the number of responses.
 
     For metrics of correct and wrong responses, the typical change replaces a response by

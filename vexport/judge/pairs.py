@@ -20,9 +20,9 @@ from vexport.records.chosen_metric import Choice, direction_name, parse_chosen_m
 from vexport.records.margin import EVERY_TASK, Unit
 from vexport.scores.aggregates import (
     NEEDS_SACREBLEU,
+    CorpusTable,
     NotReadable,
     Scores,
-    Table,
     log_likelihood_table,
     tabulate,
 )
@@ -370,7 +370,6 @@ def with_directions(
 
 
 def _with_stated(results: ScoreTable, stated: Mapping[str, Mapping[str, bool]]) -> ScoreTable:
-    """Return results with stated directions, by task and metric."""
     tasks = {
         name: replace(task, higher_is_better={**task.higher_is_better, **stated.get(name, {})})
         for name, task in results.tasks.items()
@@ -473,7 +472,6 @@ def _metric_pairs(
 
 
 def _other_metrics(members: Sequence[str], baseline: ScoreTable, candidate: ScoreTable) -> str:
-    """Describe the metrics of both runs. Return "" if these are equal or a run has none."""
     old, new = (
         sorted({name for member in members for name in _metric_names(run.tasks[member])})
         for run in (baseline, candidate)
@@ -488,7 +486,6 @@ def _metric_names(task: TaskTable) -> set[str]:
 
 
 def _require_sacrebleu(metrics: Sequence[str], results: ScoreTable, members: Sequence[str]) -> None:
-    """Raise MissingPackage if one of the metrics needs sacrebleu and it is not installed."""
     for member in members:
         task = results.tasks[member]
         for metric in set(metrics) & set(task.corpus_metrics):
@@ -631,7 +628,6 @@ def _with_ids_of(left: TaskTable, right: TaskTable) -> TaskTable:
 
 
 def _by_content(task: TaskTable) -> dict[tuple[str, str, int], list[Row]]:
-    """Return a task's samples by filter, doc_hash and seed."""
     found: dict[tuple[str, str, int], list[Row]] = {}
     for row in task.rows.values():
         found.setdefault((row.filter, row.hashes[0], row.seed), []).append(row)
@@ -786,7 +782,7 @@ def _corpus_pair(
     return pair
 
 
-def _with_corpus(pair: TaskPair, table: Table) -> TaskPair:
+def _with_corpus(pair: TaskPair, table: CorpusTable) -> TaskPair:
     """Return the pair with scores that are the responses' contributions to a metric of the corpus.
 
     Raises:

@@ -69,7 +69,6 @@ def require_valid_against(
 
 
 def _missing_metrics(tasks: Sequence[TaskMetrics], accepted: ScoreTable) -> Iterator[InputError]:
-    """Yield an error for each task that certainly lacks the accepted metric."""
     for task in tasks:
         old = accepted.tasks.get(task.name)
         metrics = next(iter(old.rows.values())).scores if old is not None else ()
@@ -95,7 +94,6 @@ def _is_accepted_share(accepted: ScoreTable, name: str, metric: str) -> bool | N
 
 
 def _unknown_gates(gates: Mapping[str, str], tasks: Sequence[TaskMetrics]) -> Iterator[InputError]:
-    """Yield an error for each chosen metric that a task certainly does not have."""
     for task in tasks:
         gate = gates.get(task.name)
         if gate is not None and _certainly_lacks(task, gate):

@@ -40,7 +40,6 @@ def _worst_parts(pair: TaskPair) -> Scores | None:
 
 
 def _worst_shares(pair: TaskPair) -> Scores | None:
-    """Return the worst score of each response, or None if the scores are not shares."""
     if pair.unit != "share":
         return None
     if pair.sign < 0:

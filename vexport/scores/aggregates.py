@@ -46,7 +46,7 @@ class NotReadable(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class CorpusTable:
     """Numbers of each document for both models, and the functions that compute a metric from them.
 
     If a document has several responses, it has a row for each response.
@@ -79,7 +79,7 @@ class Table:
 
 def tabulate(
     aggregation: str, metric: str, baseline: Sequence[Json], candidate: Sequence[Json]
-) -> Table:
+) -> CorpusTable:
     """Return the table of a metric that lm-eval computes with `aggregation`.
 
     `baseline` and `candidate` are the values that lm-eval stored for the same documents.
@@ -105,12 +105,12 @@ def log_likelihood_table(
     *,
     higher_is_better: bool,
     is_perplexity: bool,
-) -> Table:
+) -> CorpusTable:
     """Return the table of a metric with one log-likelihood (or its negative) for each document.
 
     The aggregate is exp(-mean) with `is_perplexity`, and the mean without it.
     """
-    return Table(
+    return CorpusTable(
         baseline=_with_ones(baseline),
         candidate=_with_ones(candidate),
         measure=_ratio,
@@ -125,7 +125,6 @@ def _with_ones(values: Scores) -> Scores:
 
 
 def _ratio(sums: Scores) -> Scores:
-    """Return the first sum divided by the second."""
     result: Scores = sums[..., 0] / sums[..., 1]
     return result
 
@@ -134,13 +133,15 @@ def _perplexity(log_likelihood: float) -> float:
     return math.exp(-log_likelihood) if log_likelihood > -700 else math.inf
 
 
-def _weighted_perplexity(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Table:
+def _weighted_perplexity(
+    metric: str, baseline: Sequence[Json], candidate: Sequence[Json]
+) -> CorpusTable:
     units: Mapping[str, Unit] = {
         "word_perplexity": "nats per word",
         "byte_perplexity": "nats per byte",
     }
     left, right = _weighted(baseline, candidate)
-    return Table(
+    return CorpusTable(
         baseline=left,
         candidate=right,
         measure=_ratio,
@@ -150,9 +151,9 @@ def _weighted_perplexity(metric: str, baseline: Sequence[Json], candidate: Seque
     )
 
 
-def _bits_per_byte(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Table:
+def _bits_per_byte(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
     left, right = _weighted(baseline, candidate)
-    return Table(
+    return CorpusTable(
         baseline=left,
         candidate=right,
         measure=lambda sums: -_ratio(sums) / math.log(2),
@@ -190,9 +191,9 @@ def _column(values: Sequence[Json], index: int) -> Scores:
     return np.array(column, dtype=np.float64)
 
 
-def _brier(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Table:
+def _brier(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
     left, right = (_with_ones(_squared_errors(side)) for side in (baseline, candidate))
-    return Table(
+    return CorpusTable(
         baseline=left,
         candidate=right,
         measure=_ratio,
@@ -208,7 +209,6 @@ _WORST_BRIER = 2.0
 
 
 def _squared_errors(values: Sequence[Json]) -> Scores:
-    """Return the sum of the squared errors of the options' probabilities, for each document."""
     errors = []
     for value in values:
         gold, given = _two(value)
@@ -253,14 +253,14 @@ def _clip_to(least: float, greatest: float) -> Callable[[float], float]:
     return lambda value: min(max(value, least), greatest)
 
 
-def _f1(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Table:
+def _f1(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
     """Return the table of sklearn's `f1_score` for two labels. The positive label is 1."""
     gold, sides = _labels(baseline, candidate)
     known = set(np.unique([gold, *sides]).tolist())
     if len(known | {1}) > 2:
         raise NotReadable(f"F1 needs two labels, got {sorted(known)}")
     is_positive = gold == 1
-    return Table(
+    return CorpusTable(
         baseline=_f1_counts(is_positive, sides[0] == 1),
         candidate=_f1_counts(is_positive, sides[1] == 1),
         measure=_f1_of,
@@ -292,7 +292,7 @@ def _divided(numerator: Scores, denominator: Scores) -> Scores:
     return quotient
 
 
-def _mcc(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Table:
+def _mcc(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
     """Return the table of sklearn's `matthews_corrcoef` for any number of labels."""
     gold, sides = _labels(baseline, candidate)
     labels = np.unique([gold, *sides])
@@ -306,7 +306,7 @@ def _mcc(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Ta
     # label.
     other_at = np.where(left_at == gold_at, (left_at + 1) % many, gold_at)
     diagonal = np.eye(many).ravel()
-    return Table(
+    return CorpusTable(
         baseline=cells[gold_at * many + left_at],
         candidate=cells[gold_at * many + right_at],
         measure=_mcc_of,
@@ -338,7 +338,6 @@ def _mcc_of(sums: Scores) -> Scores:
 def _labels(
     baseline: Sequence[Json], candidate: Sequence[Json]
 ) -> tuple[Labels, tuple[Labels, Labels]]:
-    """Return the correct labels, and the labels that both models chose."""
     left, right = ([_two(value) for value in side] for side in (baseline, candidate))
     for old, new in zip(left, right, strict=True):
         if not all(isinstance(label, int) for label in (*old, *new)):
@@ -357,7 +356,7 @@ def _text_table(
     *,
     scored: Callable[[Scores], Scores],
     higher_is_better: bool = True,
-) -> Table:
+) -> CorpusTable:
     """Return the table of a metric of sacrebleu.
 
     sacrebleu computes the score of a corpus from the sums of its segments' statistics. A response
@@ -375,7 +374,7 @@ def _text_table(
         sides.append(metric._extract_corpus_statistics(answers, references))
     left, right = (np.array(side, dtype=np.float64) for side in sides)
     empty = metric._extract_corpus_statistics([""] * len(left), references)
-    return Table(
+    return CorpusTable(
         baseline=left,
         candidate=right,
         measure=measure,
@@ -408,7 +407,7 @@ def _references_and_answers(values: Sequence[Json]) -> tuple[list[list[str]], li
     return [[listed[index] for listed in references] for index in range(fewest)], answers
 
 
-def _bleu(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Table:
+def _bleu(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
     from sacrebleu.metrics.bleu import BLEU
 
     # Columns 0 and 1 are two lengths. Column 2 is the number of matching unigrams.
@@ -417,17 +416,17 @@ def _bleu(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> T
     )
 
 
-def _chrf(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Table:
+def _chrf(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
     return _chrf_table(metric, baseline, candidate, word_order=0)
 
 
-def _chrf_plus(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Table:
+def _chrf_plus(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
     return _chrf_table(metric, baseline, candidate, word_order=2)
 
 
 def _chrf_table(
     metric: str, baseline: Sequence[Json], candidate: Sequence[Json], *, word_order: int
-) -> Table:
+) -> CorpusTable:
     from sacrebleu.metrics.chrf import CHRF
 
     # Each order of n-grams has three columns: counts in the response, in the reference, and
@@ -440,7 +439,7 @@ def _chrf_table(
     )
 
 
-def _ter(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Table:
+def _ter(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
     from sacrebleu.metrics.ter import TER
 
     # Column 0 is the number of edits, column 1 the length of the reference.
@@ -453,7 +452,7 @@ def _ter(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Ta
     )
 
 
-_TABLES: Mapping[str, Callable[[str, Sequence[Json], Sequence[Json]], Table]] = {
+_TABLES: Mapping[str, Callable[[str, Sequence[Json], Sequence[Json]], CorpusTable]] = {
     "weighted_perplexity": _weighted_perplexity,
     "bits_per_byte": _bits_per_byte,
     "brier_score": _brier,

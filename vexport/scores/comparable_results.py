@@ -59,7 +59,6 @@ def require_comparable_results(
 def _other_documents(
     given: ScoreTable, requested: set[str], limit: float | None
 ) -> Iterator[InputError]:
-    """Yield an error for every task that will have a different number of documents."""
     for name in sorted(requested):
         count, original = given.tasks[name].documents, given.tasks[name].full_size
         expected = _expected(original, limit)

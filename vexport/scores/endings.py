@@ -120,7 +120,6 @@ def _is_unfinished(prompt: str, text: str, *, is_stripped: bool) -> bool:
 
 
 def _begins_with_answer(responses: Sequence[str], filtered: Sequence[str]) -> bool:
-    """Return True if a response begins with the extracted answer, and continues after it."""
     pairs = zip(responses, filtered, strict=False)
     return any(
         answer.strip()

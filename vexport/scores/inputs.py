@@ -89,7 +89,6 @@ def require_scenario_inputs(scenario: Scenario) -> None:
 
 
 def _require_file(task: str) -> None:
-    """Raise InputError if a task is a YAML file that does not exist."""
     path = Path(task)
     if path.suffix in (".yaml", ".yml") and not path.exists():
         parse_task(path, trust=True)  # it raises the error for a missing file

@@ -157,7 +157,6 @@ def _are_equal(values: Sequence[float], others: Sequence[float | None]) -> bool:
 
 
 def _is_perplexity(values: Sequence[float], aggregate: float | None) -> bool:
-    """Return True if the aggregate is exp(-mean) of the values."""
     if aggregate is None or not all(map(math.isfinite, values)):
         return False
     mean = math.fsum(values) / len(values)

@@ -206,7 +206,6 @@ def _group_problems(path: Path, accepted: Accepted) -> Iterator[InputError]:
 
 
 def _require_score(task: AcceptedTask, rows: Mapping[Key, Row]) -> None:
-    """Raise ValueError if the stored mean is not the mean of the stored scores."""
     mean = rounded_mean([row.scores[task.metric] for row in rows.values()])
     if not math.isclose(task.score, mean, rel_tol=1e-9, abs_tol=_PRECISION):
         raise ValueError(f"score {task.score}, but the mean of its documents is {mean}")

@@ -129,7 +129,6 @@ def _detail(where: str, row: Mapping[str, Json]) -> Response:
 
 
 def _join_texts(texts: Json) -> str | None:
-    """Join the generated texts of a document. Return None if nothing was generated."""
     if not isinstance(texts, list) or not texts:
         return None
     return "\n".join(map(text, texts))

@@ -205,7 +205,6 @@ def _option(arguments: list[list[Json]], index: int) -> str:
 def _shown_and_compared(
     arguments: list[list[Json]], resps: Json, filtered: Json, output_type: str
 ) -> tuple[str, str]:
-    """Return the text for reports, and the text to compare between models."""
     responses = [_values(value) for value in _values(filtered)]
     if output_type == "multiple_choice":
         chosen = max(range(len(responses)), key=lambda index: _number(responses[index]), default=0)
@@ -327,7 +326,6 @@ def read_lm_eval(path: Path, names: Collection[str] = ()) -> ScoreTable:
 
 
 def _dated_files(folder: Path) -> list[Path]:
-    """Return all results files in a folder, the newest last."""
     files = result_files(folder)
     if not files:
         state = (
@@ -353,7 +351,6 @@ def _dated_files(folder: Path) -> list[Path]:
 
 
 def _require_one_model(path: Path, contents: Mapping[Path, Mapping[str, Json]]) -> None:
-    """Raise InputError if the results files name different models."""
     models = {file: model_of(content) for file, content in contents.items()}
     named = {model: file for file, model in models.items() if model}
     if len(named) > 1:
@@ -369,9 +366,7 @@ def _require_one_model(path: Path, contents: Mapping[Path, Mapping[str, Json]]) 
 def _larger_older(contents: Mapping[Path, Mapping[str, Json]], file: Path, task: str) -> list[Path]:
     """Return the older files with more documents of a task than `file`, the largest last."""
     paths = [path for path in contents if task in mapping_in(contents[path], "configs")]
-    if len(paths) == 1:
-        return []  # do not count documents in vain
-    sizes = {path: _documents(path, contents[path], task) for path in paths}
+    sizes = {path: _documents(contents[path], task) for path in paths}
     return sorted((path for path in paths if sizes[path] > sizes[file]), key=sizes.__getitem__)
 
 
@@ -387,7 +382,7 @@ def _replaced(
             for path in older[name]:
                 replaced.setdefault(path, []).append(name)
         for path, names in replaced.items():
-            counts = (_documents(each, contents[each], names[0]) for each in (file, path))
+            counts = (_documents(contents[each], names[0]) for each in (file, path))
             judged = " of ".join(f"{count:,}" for count in counts)
             yield (
                 f"{join_limited(names, ', ', MAX_NAMED)}: judged on {judged} documents, because "
@@ -395,15 +390,9 @@ def _replaced(
             )
 
 
-def _documents(file: Path, content: Mapping[str, Json], task: str) -> int:
-    """Return the number of evaluated documents of a task, as recorded or else from its samples."""
+def _documents(content: Mapping[str, Json], task: str) -> int:
     recorded = mapping_in(mapping_in(content, "n-samples"), task).get("effective")
-    if isinstance(recorded, int):
-        return recorded
-    path = _samples_path(file, task)
-    if path is None or not path.is_file():
-        return 0
-    return len({str(line.get("doc_id")) for _, line in json_lines(path, "a sample")})
+    return recorded if isinstance(recorded, int) else 0
 
 
 def _merged_groups(contents: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
@@ -516,7 +505,6 @@ def _aggregated_groups(
 
 
 def _members(content: Mapping[str, Json], tasks: frozenset[str]) -> dict[str, tuple[str, ...]]:
-    """Return the tasks in every group and below it."""
     children = {
         name: [str(child) for child in value] if isinstance(value, list) else []
         for name, value in mapping_in(content, "group_subtasks").items()

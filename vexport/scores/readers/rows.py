@@ -164,7 +164,6 @@ def task_table(
 def _require_regular(
     where: str, rows: Sequence[Row], unscored: Mapping[tuple[int | str, int], str]
 ) -> None:
-    """Raise InputError if some documents have fewer scored responses than others."""
     counts: dict[int | str, int] = {}
     for row in rows:
         counts[row.doc_id] = counts.get(row.doc_id, 0) + 1
