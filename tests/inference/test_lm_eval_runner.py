@@ -121,7 +121,7 @@ def test_same_engine_gives_same_answers(evaluated: Evaluated) -> None:
     folder, _ = evaluated
     verdict = decide(folder / "first", folder / "second", margin=0.1, alpha=0.05)
     # A model with random weights guesses, so that equal answers may be no evidence for PASS.
-    assert all(task.outcome == "PASS" or task.uninformative for task in verdict.tasks)
+    assert all(task.outcome == "PASS" or task.obstacle for task in verdict.tasks)
     assert_contains(verdict.method, "0 of 100 responses")
     first, second = (
         sorted(
@@ -133,7 +133,10 @@ def test_same_engine_gives_same_answers(evaluated: Evaluated) -> None:
     )
     assert first == second
     assert all(
-        task.changed_wrong == task.right_to_wrong == task.wrong_to_right == 0
+        task.changes.changed_wrong
+        == task.changes.right_to_wrong
+        == task.changes.wrong_to_right
+        == 0
         for task in verdict.tasks
     )
 

@@ -22,6 +22,7 @@ from vexport.inference.fingerprint import engine_fingerprint, write_fingerprint
 from vexport.judge.accepting import accept_results, lost_answers
 from vexport.judge.lost import count_answers
 from vexport.judge.verdict import decide
+from vexport.rules.verdict import LOST_RESPONSES
 from vexport.scores.endings import LETTERS, Ending, State, letter_of
 from vexport.scores.readers.accepted import choice_of, read_accepted
 from vexport.scores.readers.lm_eval import read_lm_eval
@@ -44,11 +45,11 @@ def test_accepted_baseline_gives_same_verdict(
     assert kept.reason == full.reason
     by_name = sorted(full.tasks, key=lambda task: task.task)
     for accepted_task, full_task in zip(kept.tasks, by_name, strict=True):
-        for name in ("difference", "low", "high", "right_to_wrong", "wrong_to_right", "mcnemar_p"):
+        for name in ("difference", "low", "high", "baseline", "candidate", "recovery"):
             assert getattr(accepted_task, name) == getattr(full_task, name), name
-        assert accepted_task.changed_wrong is None
-        ids = [flip.doc_id for flip in accepted_task.flips]
-        assert ids == [flip.doc_id for flip in full_task.flips]
+        assert accepted_task.changes.changed_wrong is None
+        ids = [flip.doc_id for flip in accepted_task.changes.flips]
+        assert ids == [flip.doc_id for flip in full_task.changes.flips]
 
 
 def test_changed_answer_is_one_diff_line(
@@ -99,10 +100,9 @@ def test_baseline_cut_answers_are_counted(copies: Path, tmp_path: Path) -> None:
     folders = decide(copies / "baseline", copies / "twin", margin=0.02, alpha=0.05)
     (sums,) = (task for task in sides.tasks if task.task == "sums")
     (full,) = (task for task in folders.tasks if task.task == "sums")
-    assert sums.too_many_lost
-    assert sums.baseline_answers == full.baseline_answers
-    assert sums.candidate_answers == full.candidate_answers
-    assert sums.lost_answers == full.lost_answers
+    assert sums.obstacle is not None
+    assert sums.obstacle.rule == LOST_RESPONSES.id
+    assert (sums.answers, sums.obstacle) == (full.answers, full.obstacle)
 
 
 def test_accepted_file_without_endings(copies: Path, accepted: Path) -> None:
@@ -113,7 +113,7 @@ def test_accepted_file_without_endings(copies: Path, accepted: Path) -> None:
     accepted.write_text(json.dumps(content))
     verdict = decide(accepted, copies / "twin", margin=0.02, alpha=0.05)
     assert verdict.outcome == "PASS"
-    assert all(task.baseline_answers is None for task in verdict.tasks)
+    assert all(task.answers is None or task.answers.baseline is None for task in verdict.tasks)
 
 
 @pytest.mark.parametrize(

@@ -32,26 +32,29 @@ def test_copy_passes_without_difference(lm_eval_runs: Path) -> None:
     verdict = compare(lm_eval_runs, "twin")
     assert verdict.outcome == "PASS"
     for task in verdict.tasks:
-        assert (task.difference, task.right_to_wrong, task.wrong_to_right, task.flips) == (
+        changes = task.changes
+        changed = (changes.right_to_wrong, changes.wrong_to_right, changes.flips)
+        assert (task.difference, *changed) == (
             0,
             0,
             0,
             (),
         )
         assert task.low < 0 < task.high
-        assert task.recovery == 1
+        assert task.recovery is not None
+        assert task.recovery.value == 1
 
 
 def test_real_loss_shows_flipped_documents(lm_eval_runs: Path, tmp_path: Path) -> None:
     verdict = compare(lm_eval_runs, "worse")
     sums = task_of(verdict, "sums")
     assert verdict.outcome == "FAIL"
-    assert (sums.right_to_wrong, sums.wrong_to_right) == (55, 3)
+    assert (sums.changes.right_to_wrong, sums.changes.wrong_to_right) == (55, 3)
     assert sums.low == pytest.approx(tango_interval(3, 55, 400, 0.05).low)
-    first = sums.flips[0]
+    first = sums.changes.flips[0]
     assert (first.doc_id, first.prompt, first.target) == (5, "5 + 0 =", "5")
     assert (first.baseline, first.candidate, first.direction) == ("5", "6", "right to wrong")
-    chosen = task_of(verdict, "choices").flips[0]
+    chosen = task_of(verdict, "choices").changes.flips[0]
     assert (chosen.target, chosen.baseline, chosen.candidate) == ("5", "5", "none of them")
     assert_contains(
         verdict.reason, "all 3 tasks", "more than 2 points", "choices loses 13.0 points", "9.49"
@@ -68,33 +71,28 @@ def test_inconclusive_gives_needed_documents(lm_eval_runs: Path) -> None:
     verdict = compare(lm_eval_runs, "doubtful")
     sums = task_of(verdict, "sums")
     assert verdict.outcome == sums.outcome == "INCONCLUSIVE"
-    assert sums.documents_needed is not None
-    assert sums.documents_needed > 400
+    assert sums.needed is not None
+    assert sums.needed.documents > 400
     unsettled = [task.task for task in verdict.tasks if task.outcome == "INCONCLUSIVE"]
     assert len(unsettled) == 2
     assert_contains(verdict.reason, "2 of 3 tasks", *unsettled)
 
 
-def test_small_task_names_possible_margin(copies: Path, lm_eval_runs: Path) -> None:
-    """If the task has no more documents, the remedy is a margin that its documents can settle."""
+def test_small_task_names_its_documents(copies: Path, lm_eval_runs: Path) -> None:
+    """If the task has no more documents, the remedy is a larger task."""
     sums = task_of(compare(lm_eval_runs, "doubtful"), "sums")
-    assert sums.documents_available == sums.documents == 400
-    assert sums.settling_margin is not None
-    possible = f"{100 * sums.settling_margin:.3g} points"
-    assert_contains(sums.remedy, "400 documents", "margin", possible)
-    settled = compare(lm_eval_runs, "doubtful", margin=sums.settling_margin)
-    assert task_of(settled, "sums").outcome == "PASS"
-    smaller = compare(lm_eval_runs, "doubtful", margin=sums.settling_margin - 0.01)
-    assert task_of(smaller, "sums").outcome != "PASS"
+    assert sums.needed is not None
+    assert sums.needed.available == sums.documents == 400
+    assert_contains(sums.needed.remedy, "400 documents", "larger task")
     (file,) = (copies / "baseline").rglob("results_*.json")
     content = json.loads(file.read_text())
     content["n-samples"]["sums"]["original"] = 100_000
     file.write_text(json.dumps(content))
     verdict = decide(copies / "baseline", lm_eval_runs / "doubtful", margin=0.02, alpha=0.05)
     sums = task_of(verdict, "sums")
-    assert sums.documents_needed is not None
-    assert_contains(sums.remedy, f"{about(sums.documents_needed)} documents")
-    assert "margin" not in sums.remedy
+    assert sums.needed is not None
+    assert_contains(sums.needed.remedy, f"{about(sums.needed.documents)} documents")
+    assert "larger" not in sums.needed.remedy
 
 
 def rows_of(scores: Sequence[float], prompt: str = "p") -> list[Mapping[str, object]]:

@@ -55,7 +55,7 @@ def test_group_is_clustered_by_subject(runs: Path) -> None:
         360,
         SUBJECTS,
     )
-    assert (task.outcome, task.right_to_wrong) == ("FAIL", 48)
+    assert (task.outcome, task.changes.right_to_wrong) == ("FAIL", 48)
     assert_contains(verdict.method, "Tango's score interval", "clustered by task")
     aggregate = json.loads(read_lm_eval(runs / "worse").file.read_text())["groups"]["subjects"][
         "acc,none"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.judge.test_verdict import SAMPLE, paired
-from vexport.judge.lost import count_answers
+from vexport.judge.lost import count_answers, lost_answers_text
 from vexport.judge.pairs import TaskPair
 from vexport.judge.verdict import judge
 from vexport.records import AnswerCounts, Verdict
@@ -112,15 +112,21 @@ def verdict_with(ending: Ending, lost: int, margin: float = 0.02) -> Verdict:
     return judge([pair], margins=Margins.read(margin), alpha=0.05)
 
 
+def lost_text(verdict: Verdict) -> str:
+    answers = verdict.tasks[0].answers
+    assert answers is not None
+    return lost_answers_text(answers)
+
+
 @pytest.mark.parametrize("ending", [CUT, EMPTY])
 def test_lost_answers_beyond_margin_prevent_pass(ending: Ending) -> None:
     assert verdict_with(WHOLE, 30).outcome == "PASS"
     few = verdict_with(ending, 15)
     assert few.outcome == "PASS"
-    assert "1.5%" in few.tasks[0].lost_answers
-    assert verdict_with(ending, 9).tasks[0].lost_answers == ""
+    assert "1.5%" in lost_text(few)
+    assert lost_text(verdict_with(ending, 9)) == ""
     many = verdict_with(ending, 30)
-    assert (many.outcome, many.tasks[0].documents_needed) == ("INCONCLUSIVE", None)
+    assert (many.outcome, many.tasks[0].needed) == ("INCONCLUSIVE", None)
     assert "3%" in many.reason
     assert "max_gen_toks" in many.reason
     assert verdict_with(ending, 30, margin=0.05).outcome == "PASS"

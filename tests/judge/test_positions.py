@@ -15,12 +15,13 @@ from tests.reports.sample import WHOLE
 from tests.texts import assert_contains
 from vexport.errors import EnvironmentFault
 from vexport.inference.answers import ServedSession
-from vexport.judge.held_out import LATE_FAILURE_HINT, decide_on_text, judge_limit
+from vexport.judge.held_out import decide_on_text, judge_limit
 from vexport.judge.positions import Span, buckets_of, compare_rows, doublings_of
 from vexport.judge.verdict import overall_outcome
 from vexport.records import TextVerdict, Verdict
 from vexport.reports import render_verdicts
 from vexport.reports.formatting import next_step
+from vexport.rules.verdict import LATE_LOSS
 from vexport.run.comparison import compared_run
 from vexport.scenario import Evaluate
 
@@ -114,7 +115,7 @@ def test_late_error_fails_and_names_its_bucket(tmp_path: Path) -> None:
     verdict = decide_on_text("held-out.txt", old, new, SETTINGS)
     text = text_of(verdict)
     assert [bucket.outcome for bucket in text.buckets] == ["PASS", "PASS", "FAIL"]
-    assert (verdict.outcome, verdict.warnings) == ("FAIL", (LATE_FAILURE_HINT,))
+    assert (verdict.outcome, verdict.warnings) == ("FAIL", (f"{LATE_LOSS.got}: {LATE_LOSS.do}",))
     assert_contains(verdict.reason, "tokens 256-400", "tokens 0-64", "tokens 64-256 pass")
     kl, rise = text.limits
     assert (kl.bucket, rise.bucket) == ((256, 400), (256, 400))

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vexport.judge import corpus, resampling
+from vexport.judge import corpus
 from vexport.judge.resampling import RESAMPLES, grouped_sums, resampled_ratio
 from vexport.judge.statistics import (
     bca_interval,
     normal_quantile,
     normal_tail,
-    permutation_p,
     student_quantile,
 )
 from vexport.records import Json
@@ -108,24 +107,3 @@ def test_grouped_corpora(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     grouped = corpus.compare_corpora(table).difference_interval(0.05)
     width = single.high - single.low
     assert grouped == pytest.approx(single, abs=0.04 * width)
-
-
-@pytest.mark.parametrize("count", [30, 500, 20_000])
-def test_permutation_p_is_near_students(count: int) -> None:
-    values = np.random.default_rng(5).normal(1.5 / count**0.5, 1, count)
-    expected = float(stats.ttest_1samp(values, 0).pvalue)
-    assert permutation_p(values) == pytest.approx(expected, abs=0.02)
-    assert permutation_p(-values) == permutation_p(values)
-
-
-def test_few_permutations_are_exact() -> None:
-    values = np.random.default_rng(6).normal(0.3, 1, 14)
-    exact = stats.permutation_test(
-        (values,),
-        lambda sample, axis: sample.mean(axis),
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=2**14,
-    )
-    assert permutation_p(values) == pytest.approx(float(exact.pvalue), abs=0.02)
-    assert resampling.RESAMPLES < 2**14

@@ -97,7 +97,7 @@ def with_seeds(folder: Path, out: Path, flips: int) -> Path:
 
 def sums_of(verdict: Verdict) -> tuple[int, int, float, int]:
     (task,) = (task for task in verdict.tasks if task.task == "sums")
-    return task.documents, task.seeds, task.difference, task.right_to_wrong
+    return task.documents, task.seeds, task.difference, task.changes.right_to_wrong
 
 
 def test_verdict_of_sampled_answers(lm_eval_runs: Path, tmp_path: Path) -> None:

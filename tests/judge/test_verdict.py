@@ -13,11 +13,13 @@ from numpy.typing import ArrayLike
 from tests.reports import sample
 from tests.texts import assert_contains
 from vexport.files import to_json
+from vexport.judge.intervals import difference_interval
 from vexport.judge.pairs import TaskPair
-from vexport.judge.task_verdict import MAX_FLIPS, compare_task, difference_interval
-from vexport.judge.verdict import holm_levels, overall_outcome, reason_for
+from vexport.judge.reasons import reason_for
+from vexport.judge.task_verdict import MAX_FLIPS, compare_task
+from vexport.judge.verdict import holm_levels, overall_outcome
 from vexport.judge.verdict import judge as judge_tasks
-from vexport.records import Outcome, TaskVerdict
+from vexport.records import Needed, Outcome, TaskVerdict
 from vexport.records.margin import Margins
 from vexport.records.values import about
 from vexport.reports import render_verdicts
@@ -105,17 +107,17 @@ def test_pass_needs_enough_documents() -> None:
     assert (few.outcome, many.outcome) == ("INCONCLUSIVE", "PASS")
     # (1.645 * 0.14 + 0.842 * (1 / 102)^0.5)^2 / 0.02^2. No change in 100 documents counts as 1
     # change in 102.
-    assert few.documents_needed == 246
-    assert (many.difference, many.flip_rate, many.mcnemar_p) == (0, 0, 1)
+    assert few.needed == Needed(documents=246)
+    assert (many.difference, many.changes.flip_rate.value) == (0, 0)
     (task,) = judge([from_counts(0, 0)], margin=0)
-    assert (task.outcome, task.documents_needed) == ("INCONCLUSIVE", None)
+    assert (task.outcome, task.needed) == ("INCONCLUSIVE", None)
     (task,) = judge([from_counts(0, 1, 1)])
     assert task.outcome == "INCONCLUSIVE"
 
 
 def test_no_recovery_of_zero_baseline() -> None:
     (task,) = judge([paired([0.0] * 200, [0.0] * 199 + [1.0])])
-    assert (task.recovery, task.recovery_low, task.recovery_high) == (None, None, None)
+    assert task.recovery is None
     assert task.outcome == "INCONCLUSIVE"
     assert "NaN" not in to_json(task)
 
@@ -130,12 +132,12 @@ def test_graded_scores_use_a_bootstrap() -> None:
     (same,) = judge([paired(scores, scores + rng.normal(0, 0.05, 500))])
     assert same.outcome == "PASS"
     assert same.low < same.difference < same.high
-    assert same.flips == ()
+    assert same.changes.flips == ()
 
 
 def test_losses_are_first_of_limited_flips() -> None:
     (task,) = judge([from_counts(30, 30)])
-    directions = [flip.direction for flip in task.flips]
+    directions = [flip.direction for flip in task.changes.flips]
     assert len(directions) == MAX_FLIPS
     assert directions[:30] == ["right to wrong"] * 30
 
@@ -149,19 +151,19 @@ def test_task_beyond_the_baseline_is_inconclusive() -> None:
     verdict = judge_tasks([hopeless, fair], margins=MARGINS, alpha=ALPHA)
     assert verdict.outcome == "INCONCLUSIVE"
     assert_contains(verdict.reason, "baseline", "0.25%")
-    assert verdict.tasks[0].documents_needed is None
+    assert verdict.tasks[0].needed is None
     assert judge_tasks([fair], margins=MARGINS, alpha=ALPHA).outcome == "PASS"
 
 
 def task_with(
-    name: str, difference: float, low: float, high: float, *, needed: int | None = None
+    name: str, difference: float, low: float, high: float, *, needed: Needed | None = None
 ) -> TaskVerdict:
     """Return a task of 1,382 documents, judged with a margin of 2 points."""
     outcome: Outcome = "PASS" if low > -0.02 else "FAIL" if high < -0.02 else "INCONCLUSIVE"
     made = sample.verdict().tasks[1]
     candidate = replace(made.candidate, value=made.baseline.value + difference)
     made = replace(made, task=name, outcome=outcome, documents=1382, candidate=candidate)
-    return replace(made, difference=difference, low=low, high=high, documents_needed=needed)
+    return replace(made, difference=difference, low=low, high=high, needed=needed)
 
 
 def perplexity_with(name: str, difference: float, low: float, high: float) -> TaskVerdict:
@@ -183,7 +185,7 @@ GAIN = task_with("choice", 0.0051, -0.0012, 0.0101)
 CLEAR_GAIN = task_with("choice", 0.0052, 0.0012, 0.0101)
 LARGE_LOSS = task_with("addition", -0.221, -0.24, -0.203)
 LARGER_LOSS = task_with("facts", -0.3859, -0.418, -0.349)
-UNSETTLED = task_with("addition", -0.0141, -0.0252, -0.0047, needed=2810)
+UNSETTLED = task_with("addition", -0.0141, -0.0252, -0.0047, needed=Needed(documents=2810))
 NEVER_SETTLED = task_with("facts", -0.02, -0.03, -0.01)
 
 
@@ -263,18 +265,18 @@ REASONS: list[tuple[list[TaskVerdict], list[str]]] = [
 
 @pytest.mark.parametrize(("tasks", "parts"), REASONS)
 def test_reason_gives_task_loss_and_bound(tasks: list[TaskVerdict], parts: list[str]) -> None:
-    reason = reason_for(overall_outcome(tasks), tasks)
+    reason = reason_for(overall_outcome(tasks), tasks).text
     assert_contains(reason, *parts)
     assert len(reason) < 200
 
 
 def test_reason_lists_unsettled_tasks() -> None:
     tasks = [UNSETTLED, NEVER_SETTLED]
-    reason = reason_for("INCONCLUSIVE", tasks)
+    reason = reason_for("INCONCLUSIVE", tasks).text
     assert_contains(reason, "2 of 2 tasks")
     assert re.search(r"addition \([^)]*1,382 [^)]* 2,900 ", reason)
     assert re.search(r"facts \([^)]*1,382 [^)]* no number ", reason)
-    reason = reason_for("INCONCLUSIVE", [UNSETTLED] * 5)
+    reason = reason_for("INCONCLUSIVE", [UNSETTLED] * 5).text
     assert_contains(reason, "5 of 5 tasks", "2 more")
     assert reason.count("2,900") == 3
     assert len(reason) < 200
@@ -291,13 +293,13 @@ def test_reason_lists_unsettled_tasks() -> None:
 )
 def test_accepted_loss_in_words(margin: float, tasks: Sequence[TaskVerdict], words: str) -> None:
     tasks = [replace(task, margin=margin) for task in tasks]
-    assert words in reason_for(overall_outcome(tasks), tasks)
+    assert words in reason_for(overall_outcome(tasks), tasks).text
 
 
 def test_bound_near_margin_has_more_digits() -> None:
     """ "Less than 2 points, at most 2.00" would contradict itself."""
     close = task_with("addition", -0.0101, -0.019996, 0.0)
-    assert "at most 1.9996)" in reason_for("PASS", [close, NO_LOSS])
+    assert "at most 1.9996)" in reason_for("PASS", [close, NO_LOSS]).text
 
 
 @pytest.mark.parametrize(

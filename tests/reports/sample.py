@@ -17,6 +17,7 @@ from vexport.records import (
     Flip,
     LayerError,
     LoadReport,
+    Needed,
     Outcome,
     TokenDrift,
     Verdict,
@@ -108,8 +109,10 @@ def verdict(outcome: Outcome = "PASS") -> Verdict:
     """Return a verdict on two tasks. The second task has the given outcome and two flips."""
     difference, low, high, lost, gained = _ADDITION[outcome]
     facts, addition = _VERDICT.tasks
-    old = replace(facts.baseline, task="addition", documents=640)
+    old = facts.baseline
     value = old.value + difference
+    assert facts.recovery is not None
+    flip_rate = replace(facts.changes.flip_rate, value=(lost + gained) / 640)
     made = replace(
         facts,
         task="addition",
@@ -120,12 +123,11 @@ def verdict(outcome: Outcome = "PASS") -> Verdict:
         difference=difference,
         low=low,
         high=high,
-        right_to_wrong=lost,
-        wrong_to_right=gained,
-        flip_rate=(lost + gained) / 640,
-        mcnemar_p=0.289 if outcome != "FAIL" else 0.0000012,
-        recovery=1 + difference / old.value,
-        documents_needed=2810 if outcome == "INCONCLUSIVE" else None,
+        changes=replace(
+            addition.changes, right_to_wrong=lost, wrong_to_right=gained, flip_rate=flip_rate
+        ),
+        recovery=replace(facts.recovery, value=1 + difference / old.value),
+        needed=Needed(documents=2810) if outcome == "INCONCLUSIVE" else None,
         also=addition.also,
     )
     return replace(_VERDICT, outcome=outcome, reason=_REASONS[outcome], tasks=(facts, made))
@@ -183,7 +185,7 @@ def hostile() -> Report:
             task=HOSTILE,
             metric=HOSTILE,
             filter=HOSTILE,
-            flips=(flip,),
+            changes=replace(task.changes, flips=(flip,)),
             also=tuple(replace(metric, task=HOSTILE, metric=HOSTILE) for metric in task.also),
         )
         for task in judged.tasks

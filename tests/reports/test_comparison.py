@@ -89,7 +89,7 @@ def test_json_schema_and_single_run_formats() -> None:
     jsonschema.validate(found, schema)
     assert [run["smallest"] for run in found] == [False, False, True]
     assert found[1]["worst"]["task"] == "addition"
-    assert found[1]["worst"]["flips"] == []
+    assert found[1]["worst"]["changes"]["flips"] == []
     with pytest.raises(InputError, match="junit"):
         render_comparison(rows(), "junit")
 

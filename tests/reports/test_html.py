@@ -233,11 +233,9 @@ for (const width of {list(widths)}) {{
 
 
 @pytest.mark.parametrize("format", ["html", "markdown", "text"])
-def test_levels_and_p_values_are_explained(format: str) -> None:
+def test_levels_are_explained(format: str) -> None:
     text = " ".join(" ".join(Page(render(sample.report("FAIL"), format)).words).split())
     assert "corrected for 2 tasks (Holm)" in text
-    assert "addition < 0.001" in text or "< 0.001" in text
-    assert "not part of the verdict" in text
     if format != "text":
         assert_contains(text, "97.5% to 95%", "all bounds together", "95%")
 
@@ -363,9 +361,10 @@ def test_backticks_become_code_except_in_responses() -> None:
     page = render(made, "html")
     assert "<code>scheme: auto</code> &lt;b&gt;" in page
     assert made.verdict is not None
-    (flip, *_) = made.verdict.tasks[1].flips
+    (flip, *_) = made.verdict.tasks[1].changes.flips
     tasks = [
-        replace(task, flips=(replace(flip, candidate="`code`"),)) for task in made.verdict.tasks
+        replace(task, changes=replace(task.changes, flips=(replace(flip, candidate="`code`"),)))
+        for task in made.verdict.tasks
     ]
     quoted = replace(made, verdict=replace(made.verdict, tasks=tuple(tasks)))
     assert "<pre>`code`</pre>" in render(quoted, "html")

@@ -10,7 +10,7 @@ from tests.reports import sample
 from tests.texts import assert_contains
 from vexport.checkpoint.index import read_index
 from vexport.names import parse_source
-from vexport.records import CheckReport, Outcome
+from vexport.records import CheckReport, Needed, Outcome
 from vexport.reports import render, render_verdicts
 from vexport.reports.formatting import next_step_of_verdict
 from vexport.run.directory import portable
@@ -134,11 +134,13 @@ def test_page_of_verdict_names_the_next_step() -> None:
 
 def test_next_step_proposes_documents_only_if_they_help() -> None:
     verdict = sample.verdict("INCONCLUSIVE")
-    for needed, available, helps in ((500, 1000, True), (500, 400, False), (None, 1000, False)):
-        tasks = tuple(
-            replace(task, documents_needed=needed, documents_available=available)
-            for task in verdict.tasks
-        )
+    cases = (
+        (Needed(documents=500, available=1000), True),
+        (Needed(documents=500, available=400), False),
+        (None, False),
+    )
+    for needed, helps in cases:
+        tasks = tuple(replace(task, needed=needed) for task in verdict.tasks)
         _, sentence = next_step_of_verdict(replace(verdict, tasks=tasks))
         assert ("about 500 documents of addition" in sentence) == helps
         assert "tasks" not in sentence or not helps

@@ -127,7 +127,7 @@ def test_many_seeds(tmp_path: Path) -> None:
         ran = verdict(base, new)
         (task,) = json.loads(ran.stdout)["tasks"]
         assert (task["documents"], task["seeds"]) == (500, 4)
-        assert (task["right_to_wrong"], task["wrong_to_right"]) == (20, 8)
+        assert (task["changes"]["right_to_wrong"], task["changes"]["wrong_to_right"]) == (20, 8)
         found.append(interval(ran))
         assert verdict(base, base).code == 0
     for bounds in found[1:]:
@@ -142,7 +142,7 @@ def test_seeds_that_would_decide(tmp_path: Path) -> None:
         write_json_lines(tmp_path / "base", base), write_json_lines(tmp_path / "new", new)
     )
     assert ran.code == 3
-    assert json.loads(ran.stdout)["tasks"][0]["documents_needed"] > 30
+    assert json.loads(ran.stdout)["tasks"][0]["needed"]["documents"] > 30
     assert "seeds" in json.loads(ran.stdout)["reason"]
 
 
@@ -251,4 +251,4 @@ def test_cut_answers_count(tmp_path: Path) -> None:
     new = write_lines(tmp_path / "new.jsonl", rows)
     ran = verdict(base, new)
     assert ran.code == 3
-    assert json.loads(ran.stdout)["tasks"][0]["candidate_answers"]["cut"] == 100
+    assert json.loads(ran.stdout)["tasks"][0]["answers"]["candidate"]["cut"] == 100

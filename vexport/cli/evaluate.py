@@ -365,12 +365,14 @@ def _known_fix(verdict: "Verdict") -> str:
     It is for too many lost responses, for a loss only in later tokens of held-out text, and for a
     loss whose cause vexport cannot search for.
     """
-    from vexport.reports.formatting import LATE_FAILURE_ADVICE, cause_command
+    from vexport.reports.formatting import cause_command
+    from vexport.rules.verdict import LATE_LOSS, LOST_RESPONSES, LOST_SCORE
 
-    if any(task.too_many_lost for task in verdict.tasks):
+    lost = (LOST_RESPONSES.id, LOST_SCORE.id)
+    if any(task.obstacle is not None and task.obstacle.rule in lost for task in verdict.tasks):
         return "see the cut and empty responses above, and evaluate again"
     if verdict.text is not None and verdict.text.fails_late:
-        return LATE_FAILURE_ADVICE
+        return LATE_LOSS.do
     command = cause_command(verdict) if verdict.outcome == "FAIL" else ""
     return command and f"run `{command}` to find the cause (SOURCE: the unquantized model)"
 

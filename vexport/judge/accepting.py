@@ -12,6 +12,7 @@ from vexport.inference.questions import QuestionDigests
 from vexport.judge.lost import count_answers, lost_answers_text
 from vexport.judge.margin_checks import require_fitting
 from vexport.judge.pairs import TaskPair, gated_tasks
+from vexport.records import Answers
 from vexport.records.chosen_metric import Choice
 from vexport.records.margin import Margins, MarginSetting
 from vexport.scores.metrics import is_no_share
@@ -122,7 +123,7 @@ def lost_answers(accepted: ScoreTable, alpha: float) -> tuple[str, ...]:
         scores = np.array([score for row in rows for score in row.scores.values()])
         sign = -1 if False in task.higher_is_better.values() else 1
         counts = count_answers(endings, scores, sign=sign, alpha=alpha)
-        if words := lost_answers_text(None, counts):
+        if words := lost_answers_text(Answers(baseline=None, candidate=counts)):
             described.append(f"{name}: {words}")
     return tuple(described)
 

@@ -35,6 +35,7 @@ from vexport.records import (
     AcceptanceLengths,
     DraftCounts,
     Outcome,
+    Reason,
     TextBucket,
     TextLimit,
     TextMeasure,
@@ -43,6 +44,7 @@ from vexport.records import (
     TextVerdict,
     Verdict,
 )
+from vexport.rules import verdict
 from vexport.scenario import Evaluate
 from vexport.scores.aggregates import Scores
 
@@ -64,10 +66,6 @@ NOISE_SHARE = 0.25
 The noise limit for tasks (`MAX_CHANGED_SHARE` in repeated.py) is the same share of the default
 margin: 0.5 points for a margin of 2 points.
 """
-LATE_FAILURE_HINT = (
-    "the first tokens of each row pass, and later tokens fail: compare rope_theta, rope scaling "
-    "and sliding window in config.json with the source's, and check the scales of the KV cache"
-)
 _DIGITS = 16
 
 
@@ -94,14 +92,16 @@ def decide_on_text(
     _require_steady("baseline", baseline, text, settings.kl_limit)
     _require_steady("candidate", candidate, text, settings.kl_limit)
     outcome, engine = overall_outcome(text.limits), candidate.result.engine
+    reason, late = text_reason(outcome, text), verdict.LATE_LOSS
     return Verdict(
         outcome=outcome,
-        reason=text_reason(outcome, text),
+        rule=reason.rule,
+        reason=reason.text,
         margin=settings.nll_limit,
         alpha=settings.alpha,
         method=METHOD,
         tasks=(),
-        warnings=(LATE_FAILURE_HINT,) if text.fails_late else (),
+        warnings=(f"{late.got}: {late.do}",) if text.fails_late else (),
         device=engine.device if engine else "",
         text=text,
     )
@@ -378,29 +378,30 @@ def mean_bounds(values: Scores, alpha: float) -> Interval | None:
     return Interval(min(mean - reach, low), max(mean + reach, high))
 
 
-def text_reason(outcome: Outcome, text: TextVerdict) -> str:
-    """Return the reason for the outcome on the text, without a full stop."""
+def text_reason(outcome: Outcome, text: TextVerdict) -> Reason:
+    """Return the reason for the outcome on the text."""
     if text.rows < MIN_ROWS:
-        return f"the text has {text.rows} rows, and a verdict needs at least {MIN_ROWS}"
+        return Reason.of(verdict.FEW_ROWS, rows=text.rows, least=MIN_ROWS)
     decisive = [limit for limit in text.limits if limit.outcome == outcome]
-    shown = (" and " if outcome == "PASS" else "; ").join(
+    measures = (" and " if outcome == "PASS" else "; ").join(
         _limit_text(limit, text) for limit in decisive
     )
+    place = f", in {text.rows:,} rows of held-out text"
     if len(text.buckets) < 2:
-        sentence = f"{shown} over {text.tokens:,} tokens of held-out text"
+        place = f" over {text.tokens:,} tokens of held-out text"
     elif outcome == "PASS":
         buckets = f"each in the worst of {len(text.buckets)} buckets of positions"
-        sentence = f"{shown}, {buckets}, over {text.tokens:,} tokens of held-out text"
-    else:
-        sentence = f"{shown}, in {text.rows:,} rows of held-out text"
-    if outcome == "FAIL":
-        return f"{sentence}{_other_buckets(text)}"
+        place = f", {buckets}, over {text.tokens:,} tokens of held-out text"
     if outcome == "PASS":
-        return sentence
+        return Reason.of(verdict.TEXT_WITHIN_LIMITS, measures=measures, place=place)
+    if outcome == "FAIL":
+        others = _other_buckets(text)
+        return Reason.of(verdict.TEXT_LOSS, measures=measures, place=place, others=others)
     needed = [limit.rows_needed for limit in decisive if limit.rows_needed is not None]
-    if len(needed) < len(decisive):
-        return f"{sentence} is not settled; at this value more rows would not settle it"
-    return f"{sentence} is not settled; about {max(needed):,} rows would settle it"
+    remedy = "at this value more rows would not settle it"
+    if len(needed) == len(decisive):
+        remedy = f"about {max(needed):,} rows would settle it"
+    return Reason.of(verdict.TEXT_NOT_SETTLED, measures=measures, place=place, remedy=remedy)
 
 
 def _other_buckets(text: TextVerdict) -> str:

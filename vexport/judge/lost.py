@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from vexport.records import AnswerCounts
+from vexport.records import AnswerCounts, Answers
 from vexport.scores.aggregates import Scores
 from vexport.scores.endings import MAJORITY, Ending
 
@@ -83,8 +83,9 @@ def _is_cut_after_answers(cut: Marks, whole: Marks, alpha: float) -> bool:
     return share >= MAJORITY * float(whole.mean()) and not is_less
 
 
-def lost_answers_text(baseline: AnswerCounts | None, candidate: AnswerCounts | None) -> str:
+def lost_answers_text(answers: Answers) -> str:
     """Describe lost and unparsed responses, and the remedy. Return "" below 1 % for both models."""
+    baseline, candidate = answers.baseline, answers.candidate
     sides = [side for side in (candidate, baseline) if side is not None]
     if not any(side.lost + side.unparsed >= MIN_WARNED_SHARE * side.answers for side in sides):
         return ""

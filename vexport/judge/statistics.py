@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize, special, stats
+from scipy import optimize, special
 
-from vexport.judge.resampling import MOST_DRAWN, RESAMPLES, bca_bounds, resampled_ratio
+from vexport.judge.resampling import bca_bounds, resampled_ratio
 from vexport.scores.aggregates import Scores
 
 POWER = 0.8
@@ -102,58 +102,6 @@ def wilson_interval(successes: float, trials: float, alpha: float) -> Interval:
     spread = z * math.sqrt(successes * (trials - successes) / trials + z * z / 4)
     low, high = ((centre + side) / (trials + z * z) for side in (-spread, spread))
     return Interval(0.0 if successes == 0 else low, 1.0 if successes == trials else high)
-
-
-def mcnemar_p(wins: int, losses: int) -> float:
-    """Return the p value of the exact two-sided McNemar test.
-
-    It is a binomial test with p = 1/2 on the documents that changed. Without changes, the result is
-    1.
-    """
-    changed = wins + losses
-    return float(stats.binomtest(losses, changed, 0.5).pvalue) if changed else 1.0
-
-
-def permutation_p(gain: Scores) -> float:
-    """Return the p value of a two-sided paired permutation test of a mean gain of 0.
-
-    `gain` has the shape (documents,). The test flips the signs of its values. If there are at most
-    RESAMPLES combinations of signs, scipy tests all of them. Otherwise signs are drawn at random,
-    or the normal limit is used if more than MOST_DRAWN documents changed. The result is 1 if fewer
-    than two documents changed, because both signs of a single value are equally extreme.
-    """
-    changed = gain[gain != 0]
-    if len(changed) < 2:
-        return 1.0
-    if len(changed) > MOST_DRAWN:
-        deviation = math.sqrt(float((changed**2).sum()))
-        return 2 * normal_tail(abs(float(changed.sum())) / deviation)
-    if 2 ** len(changed) > RESAMPLES:
-        return _random_permutation_p(changed)
-    result = stats.permutation_test(
-        (changed,),
-        lambda values, axis: values.mean(axis),
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=RESAMPLES,
-    )
-    return float(result.pvalue)
-
-
-def _random_permutation_p(values: Scores) -> float:
-    """Return the p value from RESAMPLES random combinations of signs, and the given signs."""
-    generator = np.random.default_rng(0)
-    observed = abs(float(values.sum()))
-    # Equal sums may differ by rounding.
-    least = observed - 100 * float(np.finfo(np.float64).eps) * float(np.abs(values).sum())
-    step = max(1, 4_000_000 // len(values))
-    extreme = 1
-    for start in range(0, RESAMPLES, step):
-        size = min(step, RESAMPLES - start), len(values)
-        flipped = generator.integers(0, 2, size=size, dtype=np.int8)
-        sums = values.sum() - 2 * (flipped @ values)
-        extreme += int((np.abs(sums) >= least).sum())
-    return extreme / (RESAMPLES + 1)
 
 
 def recovery_interval(both: int, wins: int, losses: int, alpha: float) -> Interval:

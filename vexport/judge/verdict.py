@@ -10,8 +10,7 @@ The verdict is FAIL if any task fails. Therefore the upper bounds are corrected 
 in which the procedure tested the task. The task fails exactly if this bound, which reports show, is
 below -margin.
 
-The verdict's reason is a short sentence. Differences of shares are in points. Other differences
-have the metric's unit or name. Reports show intervals, levels and p values in tables.
+The verdict's reason is a short sentence (reasons.py). Reports show intervals and levels in tables.
 """
 
 import gc
@@ -26,20 +25,18 @@ from types import MappingProxyType
 from vexport.errors import InputError, raise_all
 from vexport.errors.extras import attempt_all
 from vexport.inference.repeated import require_deterministic
+from vexport.judge.intervals import difference_interval
+from vexport.judge.lost import lost_answers_text
 from vexport.judge.margin_checks import margin_changes, require_fitting
 from vexport.judge.pairs import TaskPair, gated_tasks, pool
+from vexport.judge.reasons import reason_for
 from vexport.judge.same_response import same_response_warnings
-from vexport.judge.task_verdict import (
-    compare_task,
-    comparison,
-    difference_interval,
-    margin_amount,
-)
-from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, TextLimit, Verdict
+from vexport.judge.task_verdict import compare_task, comparison, margin_amount
+from vexport.records import Comparison, Outcome, Prompting, Reason, TaskVerdict, TextLimit, Verdict
 from vexport.records.chosen_metric import Choice
 from vexport.records.margin import EVERY_TASK, Margins, MarginSetting
-from vexport.records.scale import Scale
-from vexport.records.values import about, join_limited, plural
+from vexport.records.values import join_limited
+from vexport.rules import verdict as rules
 from vexport.scores.readers.accepted import gate_contradictions, read_accepted_table
 from vexport.scores.readers.lm_eval import read_lm_eval
 from vexport.scores.reading import read_baseline, read_scores
@@ -144,9 +141,8 @@ def _without_missing_tasks(verdict: Verdict, missing: Sequence[str]) -> Verdict:
     lacking = "; ".join(missing)
     if verdict.outcome == "FAIL":
         return replace(verdict, reason=f"{verdict.reason}; {lacking}")
-    advice = "evaluate the same tasks, or select some with --task"
-    reason = f"{lacking} ({advice}); {verdict.reason}"
-    return replace(verdict, outcome="INCONCLUSIVE", reason=reason)
+    reason = Reason.of(rules.MISSING_TASKS, missing=lacking, reason=verdict.reason)
+    return replace(verdict, outcome="INCONCLUSIVE", rule=reason.rule, reason=reason.text)
 
 
 def tasks_without_loss(path: Path, folder: Path, alpha: float) -> Iterator[str]:
@@ -159,8 +155,8 @@ def tasks_without_loss(path: Path, folder: Path, alpha: float) -> Iterator[str]:
     margins = Margins.read(accepted.margin)
     require_fitting(gates, margins)
     for task in judge(gates, margins=margins, alpha=alpha, prompting=results.prompting).tasks:
-        if task.uninformative:
-            yield f"{task.task} cannot show a loss: {task.uninformative}"
+        if task.obstacle is not None and task.obstacle.rule != rules.LOST_RESPONSES.id:
+            yield f"{task.task} {task.obstacle.text}"
 
 
 def _direction_warnings(verdict: Verdict) -> Iterator[str]:
@@ -182,8 +178,9 @@ def _lost_warnings(verdict: Verdict) -> Iterator[str]:
     Lost responses that the verdict's reason already describes are skipped.
     """
     for task in verdict.tasks:
-        if task.lost_answers and task.lost_answers not in verdict.reason:
-            yield f"{task.task}: {task.lost_answers}"
+        lost = lost_answers_text(task.answers) if task.answers is not None else ""
+        if lost and lost not in verdict.reason:
+            yield f"{task.task}: {lost}"
 
 
 def _repeatability_text(table: ScoreTable, side: str, alpha: float) -> str:
@@ -221,9 +218,11 @@ def judge(
         for gate, level in zip(gates, levels, strict=True)
     )
     outcome = overall_outcome(tasks)
+    reason = reason_for(outcome, tasks)
     return Verdict(
         outcome=outcome,
-        reason=reason_for(outcome, tasks),
+        rule=reason.rule,
+        reason=reason.text,
         margin=margins.of(EVERY_TASK, "share").value,
         alpha=alpha,
         method=_method(gates, alpha),
@@ -324,148 +323,4 @@ def _pooled(gates: Sequence[TaskPair], margins: Margins, alpha: float) -> Compar
         pooled
         if len(shared) == 1
         else replace(pooled, metric="share of correct responses", filter="none")
-    )
-
-
-def reason_for(outcome: Outcome, tasks: Sequence[TaskVerdict]) -> str:
-    """Return the reason for the outcome over all tasks, without a full stop."""
-    makers = {"PASS": _pass_reason, "FAIL": _fail_reason, "INCONCLUSIVE": _inconclusive_reason}
-    return makers[outcome](tasks) + _assumed_text(tasks)
-
-
-def _assumed_text(tasks: Sequence[TaskVerdict]) -> str:
-    """Return a clause on metrics whose direction nothing states, or ""."""
-    assumed = [task.task for task in tasks if task.direction_assumed]
-    if not assumed:
-        return ""
-    names = "" if len(tasks) == 1 else f" for {join_limited(assumed, ' and ', MAX_NAMED)}"
-    return f"; direction assumed{names}: higher is better"
-
-
-def _pass_reason(tasks: Sequence[TaskVerdict]) -> str:
-    worst = min(tasks, key=lambda task: task.share_of_margin(task.low))
-    unit = worst.scale
-    if len(tasks) == 1:
-        return f"{worst.task} {_change_text(worst, unit)}, {unit.accepted}"
-    loss = _loss_compared_to_margin("less", tasks, "lose nothing")
-    change, bound = _change_and_bound(worst, unit)
-    return f"{_all_tasks(tasks)} {loss} (worst: {worst.task} {change}, {bound})"
-
-
-def _loss_compared_to_margin(word: str, tasks: Sequence[TaskVerdict], nothing: str) -> str:
-    """Return `lose less than 2 points or 1%`, or the text `nothing` if all margins are 0."""
-    units = [task.scale for task in tasks]
-    if not any(unit.margin for unit in units):
-        return nothing
-    limits = dict.fromkeys(unit.short_limit for unit in units)
-    return f"lose {word} than {' or '.join(limits)}"
-
-
-def _all_tasks(tasks: Sequence[TaskVerdict]) -> str:
-    return "both tasks" if len(tasks) == 2 else f"all {len(tasks)} tasks"
-
-
-def _fail_reason(tasks: Sequence[TaskVerdict]) -> str:
-    failed = [task for task in tasks if task.outcome == "FAIL"]
-    worst = min(failed, key=lambda task: task.share_of_margin(task.high))
-    unit = worst.scale
-    if len(failed) == 1:
-        loss = f"{unit.number(-worst.difference)} {unit.unit} (at least {unit.number(-worst.high)})"
-        cause = f"; {worst.lost_answers}" if worst.too_many_lost else ""
-        return (
-            f"{worst.task} loses {loss}, {unit.accepted}{cause}{_other_tasks_text(tasks, 'FAIL')}"
-        )
-    lost = _loss_compared_to_margin("more", failed, "lose something")
-    loss = f"loses {unit.number(-worst.difference)} {unit.unit}"
-    bound = f"at least {unit.number(-worst.high)}"
-    which = (
-        _all_tasks(tasks) if len(failed) == len(tasks) else f"{len(failed)} of {len(tasks)} tasks"
-    )
-    return f"{which} {lost} (worst: {worst.task} {loss}, {bound})"
-
-
-def _inconclusive_reason(tasks: Sequence[TaskVerdict]) -> str:
-    uninformative = [task for task in tasks if task.uninformative]
-    unsettled = [
-        task for task in tasks if task.outcome == "INCONCLUSIVE" and not task.uninformative
-    ]
-    lost = [task for task in unsettled if task.too_many_lost]
-    if uninformative:
-        left = (
-            f"; {_inconclusive_reason(unsettled)}"
-            if unsettled
-            else _other_tasks_text(tasks, "INCONCLUSIVE")
-        )
-        names = join_limited([task.task for task in uninformative], " and ", MAX_NAMED)
-        return f"{names} cannot show a loss: {uninformative[0].uninformative}{left}"
-    if lost:
-        rest = [task for task in tasks if task not in lost]
-        open_ = [task for task in rest if task.outcome == "INCONCLUSIVE"]
-        left = (
-            f"; {_inconclusive_reason(open_)}"
-            if open_
-            else _other_tasks_text(tasks, "INCONCLUSIVE")
-        )
-        names = join_limited([task.task for task in lost], " and ", MAX_NAMED)
-        verb = "has" if len(lost) == 1 else "have"
-        return f"{names} {verb} too many responses that do not count: {lost[0].lost_answers}{left}"
-    if len(unsettled) == 1:
-        (task,) = unsettled
-        unit = task.scale
-        change = f"{unit.signed(task.difference)} {unit.unit}"
-        span = f"between {unit.signed(task.low)} and {unit.signed(task.high)}"
-        remedy = "at this difference no number of documents would settle it"
-        if task.has_too_few_documents:
-            remedy = task.remedy
-        elif task.documents_needed is not None:
-            seeds = f", or {task.seeds_needed:,} seeds," if task.seeds_needed else ""
-            remedy = f"{about(task.documents_needed)}{seeds} would settle it"
-        read = plural(task.documents, "document")
-        return (
-            f"{task.task} is not settled after {read}: {change}, {span}, "
-            f"{unit.accepted}; {remedy}{_other_tasks_text(tasks, 'INCONCLUSIVE')}"
-        )
-    named = [f"{task.task} ({_needed_documents(task)})" for task in unsettled]
-    names = join_limited(named, ", ", MAX_NAMED)
-    return f"{len(unsettled)} of {len(tasks)} tasks are not settled: {names}"
-
-
-def _needed_documents(task: TaskVerdict) -> str:
-    """Return how many documents of a task were read, and how many would settle it."""
-    if task.has_too_few_documents:
-        return task.remedy
-    read = f"{plural(task.documents, 'document')} read"
-    needed = task.documents_needed
-    if needed is None:
-        return f"{read}; at this difference no number of documents would settle it"
-    return f"{read}, {about(needed)} needed"
-
-
-def _change_text(task: TaskVerdict, unit: Scale) -> str:
-    """Return `loses 0.43 points (at most 0.84)`, or the corresponding text for a gain."""
-    change, bound = _change_and_bound(task, unit)
-    return f"{change} ({bound})"
-
-
-def _change_and_bound(task: TaskVerdict, unit: Scale) -> tuple[str, str]:
-    """Return `loses 0.43 points` and `at most 0.84`, or the corresponding texts for a gain."""
-    difference = float(unit.number(task.difference))
-    if difference < 0:
-        change = f"loses {unit.number(-task.difference)} {unit.unit}"
-        return change, f"at most {unit.number(-task.low)}"
-    if not difference:
-        return "loses nothing", f"at most {unit.number(max(0.0, -task.low))} {unit.unit}"
-    change = f"gains {unit.number(task.difference)} {unit.unit}"
-    if task.low >= 0:
-        return change, f"at least {unit.number(task.low)}"
-    return change, f"at worst it loses {unit.number(-task.low)}"
-
-
-def _other_tasks_text(tasks: Sequence[TaskVerdict], outcome: Outcome) -> str:
-    """Return a sentence on the other tasks if all of them pass, else ""."""
-    others = [task for task in tasks if task.outcome != outcome]
-    if not others or {task.outcome for task in others} != {"PASS"}:
-        return ""
-    return (
-        "; the other task passes" if len(others) == 1 else f"; the other {len(others)} tasks pass"
     )

@@ -1,12 +1,13 @@
 """Records of accuracy evaluations: lm-eval settings, comparisons of two models, and the verdict."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from vexport.records.margin import Unit
 from vexport.records.scale import Scale
 from vexport.records.values import Outcome, about, plural
+from vexport.rules.book import Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,18 +192,14 @@ class Prompting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """Value of a metric for a model on a task, with a two-sided 1 - 2*alpha interval.
+class Estimate:
+    """A value with a two-sided 1 - 2*alpha interval.
 
-    The value is the mean over the documents, or the metric's aggregate of them (such as a
-    perplexity). The interval is Wilson's if each document is right or wrong. For other metrics it
+    The score of a model is the mean over the documents, or the metric's aggregate of them (such as
+    a perplexity). Its interval is Wilson's if each document is right or wrong. For other metrics it
     is a bootstrap interval in the metric's units.
     """
 
-    task: str
-    metric: str
-    filter: str
-    documents: int
     value: float
     low: float
     high: float
@@ -300,89 +297,109 @@ class AnswerCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskVerdict(Difference):
-    """Comparison on a task, or on a group of tasks that lm-eval aggregates.
+class Answers:
+    """How the responses of both models ended.
 
-    - The values of `baseline` and `candidate` are lm-eval's aggregates.
-    - `recovery` is candidate / baseline. It is None if lower scores are better or if the baseline's
-      mean is not positive.
+    A side is None if nothing was generated, or if the endings were not kept.
+    """
 
-    Changed responses:
+    baseline: AnswerCounts | None
+    candidate: AnswerCounts | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Responses that changed between right and wrong.
+
     - `right_to_wrong` counts the responses that became wrong. If the metric is not 0/1, it counts
       the responses with a worse score.
     - `changed_wrong` counts pairs of two different wrong responses to a document. It is None if the
       baseline's responses were not kept, or if the metric does not score responses as correct or
       wrong.
-    - `mcnemar_p` is the p value of a permutation test if the metric is not 0/1 or if several
-      responses were sampled per document.
-
-    Documents and seeds:
-    - `documents_needed` is the number of documents that would settle an INCONCLUSIVE outcome. It is
-      None if no number would settle it, or if the outcome is already settled.
-    - `seeds` is the number of sampled responses per document. `seeds_needed` is the number of
-      sampled responses per document that would settle the outcome without more documents.
-    - `documents_available` is the number of documents in the whole task, or None if it was not
-      recorded. If it is smaller than `documents_needed`, `settling_margin` is the smallest margin
-      at which all documents of the task would give PASS, if the difference stays the same. It is
-      None if the scores are not shares.
-    - `uninformative` is the reason why the task cannot show a loss: even the worst possible
-      candidate would not fail. The candidate then cannot pass. It is empty for informative tasks.
-
-    Other fields:
-    - `clusters` is the number of tasks in a group with documents clustered by task, else None.
-    - `also` lists the task's other metrics and filters, and the tasks of a group.
-    - `baseline_answers` and `candidate_answers` count responses by how they ended. They are None if
-      nothing was generated or kept.
-    - `lost_answers` describes lost responses if they reach 1 % for either model. `too_many_lost` is
-      True if they exceed the margin: then the outcome is never PASS.
+    - `flip_rate` is the share of all responses that changed.
+    - `flips` are documents that only one of the models solved.
     """
 
-    baseline: Score
-    candidate: Score
     right_to_wrong: int
     wrong_to_right: int
     changed_wrong: int | None
-    flip_rate: float
-    flip_low: float
-    flip_high: float
-    mcnemar_p: float
-    recovery: float | None
-    recovery_low: float | None
-    recovery_high: float | None
-    documents_needed: int | None
+    flip_rate: Estimate
     flips: tuple[Flip, ...]
-    uninformative: str = ""
-    clusters: int | None = None
-    seeds: int = 1
-    seeds_needed: int | None = None
-    also: tuple[Comparison, ...] = ()
-    baseline_answers: AnswerCounts | None = None
-    candidate_answers: AnswerCounts | None = None
-    lost_answers: str = ""
-    too_many_lost: bool = False
-    documents_available: int | None = None
-    settling_margin: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needed:
+    """Numbers that would settle an INCONCLUSIVE outcome.
+
+    - `documents` is the number of documents.
+    - `seeds` is the number of sampled responses per document that would settle the outcome without
+      more documents. It is None if no number would, or if nothing was sampled.
+    - `available` is the number of documents in the whole task, or None if it was not recorded.
+    """
+
+    documents: int
+    seeds: int | None = None
+    available: int | None = None
 
     @property
-    def has_too_few_documents(self) -> bool:
-        """True if the whole task has fewer documents than are needed to settle the outcome."""
-        if self.documents_needed is None or self.documents_available is None:
-            return False
-        return self.documents_needed > self.documents_available
+    def is_available(self) -> bool:
+        """Return False if the whole task has fewer documents."""
+        return self.available is None or self.documents <= self.available
 
     @property
     def remedy(self) -> str:
-        """Remedy for an INCONCLUSIVE outcome, or "" without a remedy."""
-        if self.documents_needed is None:
-            return ""
-        settling = f"{about(self.documents_needed)} documents would settle it"
-        if not self.has_too_few_documents:
+        """Sentence on the number of documents."""
+        settling = f"{about(self.documents)} documents would settle it"
+        if self.is_available:
             return settling
-        available = plural(self.documents_available or 0, "document")
-        remedy = f"{settling}, but the task has only {available}: use a larger task"
-        if self.settling_margin is None:
-            return remedy
-        return f"{remedy}, or a margin of {100 * self.settling_margin:.3g} points"
+        available = plural(self.available or 0, "document")
+        return f"{settling}, but the task has only {available}: use a larger task"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """The id of a rule of the family `verdict`, and the rule's sentence without a full stop."""
+
+    rule: str
+    text: str
+
+    @classmethod
+    def of(cls, rule: Rule, /, **facts: object) -> "Reason":
+        """Return the reason with the facts of the rule's template."""
+        return cls(rule=rule.id, text=rule.sentences(facts).got)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskVerdict(Difference):
+    """Comparison on a task, or on a group of tasks that lm-eval aggregates.
+
+    - `baseline` and `candidate` are the scores. Their values are lm-eval's aggregates.
+    - `recovery` is candidate / baseline. It is None if lower scores are better or if the baseline's
+      mean is not positive.
+    - `seeds` is the number of sampled responses per document.
+    - `clusters` is the number of tasks in a group with documents clustered by task, else None.
+    - `answers` is None if neither model's endings are known.
+    - `needed` is None if the outcome is settled, or if no number of documents would settle it.
+    - `obstacle` is the reason why the task cannot pass, whatever its interval: it cannot show a
+      loss, or too many responses do not count.
+    - `also` lists the task's other metrics and filters, and the tasks of a group.
+    """
+
+    baseline: Estimate
+    candidate: Estimate
+    recovery: Estimate | None
+    changes: Changes
+    seeds: int = 1
+    clusters: int | None = None
+    answers: Answers | None = None
+    needed: Needed | None = None
+    obstacle: Reason | None = None
+    also: tuple[Comparison, ...] = ()
+
+    @property
+    def without_flips(self) -> "TaskVerdict":
+        """The verdict without documents, for tables of several runs."""
+        return replace(self, changes=replace(self.changes, flips=()))
 
 
 TextMeasure = Literal[
@@ -580,7 +597,7 @@ CandidateKind = Literal["quantized", "unquantized", "server", "candidate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Outcome over all tasks, with the sentence that justifies it.
+    """Outcome over all tasks, with the rule and the sentence that justify it.
 
     - `pooled` compares the documents of all tasks together. It is None for a single task, or if a
       metric is not 0/1.
@@ -605,6 +622,7 @@ class Verdict:
 
     schema: Literal["vexport.verdict/1"] = "vexport.verdict/1"
     outcome: Outcome
+    rule: str
     reason: str
     margin: float
     alpha: float

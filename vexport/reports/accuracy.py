@@ -6,13 +6,14 @@ from dataclasses import replace
 from vexport.records import (
     CandidateKind,
     Comparison,
+    Estimate,
     Flip,
     TaskVerdict,
     TextLimit,
     TextVerdict,
     Verdict,
 )
-from vexport.records.scale import Scale, percent
+from vexport.records.scale import NOT_AVAILABLE, Scale, percent
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import (
@@ -34,7 +35,6 @@ from vexport.reports.formatting import (
     measure_value,
     method_line,
     next_step_of_verdict,
-    p_value,
     percent_interval,
     shown_tasks,
     small,
@@ -153,9 +153,10 @@ def _lost_table(verdict: Verdict) -> doc.Section | None:
             percent(side.lost / side.answers),
         )
         for task in shown_tasks(verdict.tasks)
+        if task.answers is not None
         for model, side in (
-            ("baseline", task.baseline_answers),
-            (verdict.candidate, task.candidate_answers),
+            ("baseline", task.answers.baseline),
+            (verdict.candidate, task.answers.candidate),
         )
         if side is not None and side.cut + side.empty + side.unparsed
     ]
@@ -172,7 +173,7 @@ def _lost_table(verdict: Verdict) -> doc.Section | None:
 
 def _task_row(task: TaskVerdict) -> Iterator[TableCell]:
     scale = task.scale
-    yield TableCell(task_title(task), task.remedy)
+    yield TableCell(task_title(task), task.needed.remedy if task.needed else "")
     yield badge(task.outcome)
     yield TableCell(count(task.documents), f"{task.seeds} responses each" if task.seeds > 1 else "")
     for score in (task.baseline, task.candidate):
@@ -180,9 +181,16 @@ def _task_row(task: TaskVerdict) -> Iterator[TableCell]:
     yield TableCell(
         scale.change(task.difference), f"{scale.changes(task.low, task.high)} {scale.unit}"
     )
-    yield TableCell(percent(task.recovery), percent_interval(task.recovery_low, task.recovery_high))
-    flips = f"{count(task.right_to_wrong)} / {count(task.wrong_to_right)}"
-    yield TableCell(flips, f"flips {percent(task.flip_rate, 2)}")
+    yield _share_cell(task.recovery)
+    changes = task.changes
+    flips = f"{count(changes.right_to_wrong)} / {count(changes.wrong_to_right)}"
+    yield TableCell(flips, f"flips {percent(changes.flip_rate.value, 2)}")
+
+
+def _share_cell(share: Estimate | None, digits: int = 1) -> TableCell:
+    if share is None:
+        return TableCell(NOT_AVAILABLE, NOT_AVAILABLE)
+    return TableCell(percent(share.value, digits), percent_interval(share.low, share.high))
 
 
 def _shown_comparisons(verdict: Verdict) -> Iterator[Comparison]:
@@ -233,26 +241,21 @@ def forests(verdict: Verdict) -> Iterator[doc.Forest]:
 
 
 def _reading(verdict: Verdict) -> doc.Details:
-    """Return a folded explanation of the numbers, with p values if there are tasks."""
+    """Return a folded explanation of the numbers."""
     flips = (
         (
             task_title(task),
-            TableCell(percent(task.flip_rate, 2), percent_interval(task.flip_low, task.flip_high)),
-            count(task.changed_wrong),
-            p_value(task.mcnemar_p),
+            _share_cell(task.changes.flip_rate, 2),
+            count(task.changes.changed_wrong),
         )
         for task in shown_tasks(verdict.tasks)
     )
-    tests = table(("Task", ">Flips", ">Still wrong, other answer", ">p"), flips)
+    tests = table(("Task", ">Flips", ">Still wrong, other answer"), flips)
     corrected = f", the upper ones corrected for {len(verdict.tasks)} tasks (Holm)"
     bounds = f"intervals of differences: one-sided {_level(verdict.alpha)} bounds"
     brief = [bounds + (corrected if len(verdict.tasks) > 1 else "")]
-    if verdict.tasks:
-        shown = shown_tasks(verdict.tasks)
-        p_values = ", ".join(f"{task.task} {p_value(task.mcnemar_p)}" for task in shown)
-        brief.append(f"p values, not part of the verdict: {p_values}")
     content = parts(doc.Listing(row(*_reading_lines(verdict))), tests if verdict.tasks else None)
-    return doc.Details(TableCell("How to read this, and p values"), content, tuple(brief))
+    return doc.Details(TableCell("How to read this"), content, tuple(brief))
 
 
 def _reading_lines(verdict: Verdict) -> Iterator[str]:
@@ -287,12 +290,6 @@ def _reading_lines(verdict: Verdict) -> Iterator[str]:
         f"{_level(2 * verdict.alpha)}, "
         "two-sided."
     )
-    if tasks:
-        yield (
-            "p (McNemar, or a permutation test for scores other than 0 and 1): whether the two "
-            "models differ at all. It is not part of the verdict: a small p next to PASS is a real "
-            "loss that is smaller than the margin."
-        )
     yield f"Method: {method_line(verdict)}."
 
 
@@ -329,8 +326,8 @@ def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
         f"{worst.task}: {scores}, interval {scale.changes(worst.low, worst.high)}; "
         f"a loss of {scale.bare_limit} is accepted"
     )
-    lost = sum(task.right_to_wrong for task in verdict.tasks)
-    gained = sum(task.wrong_to_right for task in verdict.tasks)
+    lost = sum(task.changes.right_to_wrong for task in verdict.tasks)
+    gained = sum(task.changes.wrong_to_right for task in verdict.tasks)
     asked = f"of {count(sum(task.documents * task.seeds for task in verdict.tasks))}"
     return (
         doc.Tile(first, scale.change(worst.difference), scale.unit, note),
@@ -344,7 +341,7 @@ def answers_section(verdict: Verdict | None) -> doc.Section | None:
     """Return the flipped answers by task, or None if none are recorded."""
     if verdict is None:
         return None
-    tasks = [task for task in shown_tasks(verdict.tasks) if task.flips]
+    tasks = [task for task in shown_tasks(verdict.tasks) if task.changes.flips]
     if not tasks:
         return None
     lead = "Responses of both models to the same document."
@@ -360,11 +357,12 @@ def answers_section(verdict: Verdict | None) -> doc.Section | None:
 
 def _flips(task: TaskVerdict, candidate: CandidateKind) -> doc.Details:
     """Return the flipped answers of a task, losses first."""
-    ordered = sorted(task.flips, key=lambda flip: flip.direction != "right to wrong")[:MAX_FLIPS]
-    total = task.right_to_wrong + task.wrong_to_right
+    changes = task.changes
+    ordered = sorted(changes.flips, key=lambda flip: flip.direction != "right to wrong")[:MAX_FLIPS]
+    total = changes.right_to_wrong + changes.wrong_to_right
     shown = f"{count(len(ordered))} of {count(total)} shown"
     rest = f"{shown}; the samples_*.jsonl of both models have all"
-    counts = f"{count(task.right_to_wrong)} lost, {count(task.wrong_to_right)} gained"
+    counts = f"{count(changes.right_to_wrong)} lost, {count(changes.wrong_to_right)} gained"
     content = parts(
         [_flip(flip, candidate) for flip in ordered], muted(rest) if total > len(ordered) else None
     )

@@ -275,14 +275,12 @@ def _accuracy_gates(verdict: "Verdict") -> Iterator[Gate]:
 
 def _task_message(task: "TaskVerdict") -> str:
     """Return the difference with its interval and the margin."""
-    if task.uninformative:
-        return f"cannot show a loss: {task.uninformative}"
-    if task.too_many_lost and task.outcome == "INCONCLUSIVE":
-        return f"too many responses that do not count: {task.lost_answers}"
-    scale, more = task.scale, f"; {task.lost_answers}" if task.too_many_lost else ""
+    if task.obstacle is not None and task.outcome == "INCONCLUSIVE":
+        return task.obstacle.text
+    scale, more = task.scale, f"; {task.obstacle.text}" if task.obstacle else ""
     answers = f", {task.seeds} responses each" if task.seeds > 1 else ""
-    if task.outcome == "INCONCLUSIVE" and task.remedy:
-        more = f"; {task.remedy}"
+    if task.needed is not None:
+        more = f"; {task.needed.remedy}"
     return (
         f"{scale.change(task.difference)} {scale.unit} ({scale.changes(task.low, task.high)}), "
         f"margin {scale.bare_limit}, {count(task.documents)} documents{answers}{more}"

@@ -9,16 +9,15 @@ from vexport.formats.plan import Plan
 from vexport.records import EngineInfo, ExpertCoverage, Outcome, Verdict
 from vexport.records.scale import NOT_AVAILABLE, interval, percent
 from vexport.records.values import about, join_limited, plural
+from vexport.rules import verdict as rules
+from vexport.rules.book import Rule
 
 if TYPE_CHECKING:
     from vexport.records import Attribution, Comparison, Prompting, TaskVerdict, TextLimit, Verdict
     from vexport.reports.run_record import Report
 
-LATE_FAILURE_ADVICE = (
-    "compare rope_theta, rope scaling and sliding window in config.json with the source's, and "
-    "check the scales of the KV cache"
-)
-"""Advice if only later tokens of held-out text fail."""
+# Obstacles of tasks, in the order of their remedies.
+_OBSTACLES = (rules.LOST_SCORE, rules.LOST_RESPONSES, rules.NO_ROOM, rules.FEW_DOCUMENTS)
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 # Default values of arguments. Reports leave them out.
 _DEFAULT_ARGUMENTS = {
@@ -66,11 +65,6 @@ def count(value: int | None) -> str:
 def small(value: float) -> str:
     """Return a small number, such as a KL, with three significant digits: `0.00123`, `1.2e-07`."""
     return f"{value:.3g}"
-
-
-def p_value(value: float | None) -> str:
-    """Return a p value with three decimals, or `< 0.001`."""
-    return NOT_AVAILABLE if value is None else "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def duration(seconds: float) -> str:
@@ -140,12 +134,6 @@ def next_step(report: "Report") -> tuple[str, str]:
     )
 
 
-_MORE_BITS = (
-    "Keep the layers that lose most, choose a scheme with more bits, or leave the choice to "
-    "`scheme: auto`."
-)
-
-
 def next_step_of_verdict(verdict: Verdict) -> tuple[str, str]:
     """Return the next command, or "", and a sentence after a verdict that is not part of a run.
 
@@ -166,7 +154,7 @@ def _next_after_failure(verdict: Verdict | None) -> tuple[str, str]:
     """
     obstacle = _obstacle_to_cause(verdict)
     if not obstacle:
-        return "", _MORE_BITS
+        return "", _sentence(rules.LOSS.do)
     return cause_command(verdict), f"Find the cause, which is unknown because {obstacle}."
 
 
@@ -177,17 +165,23 @@ def _remedy(outcome: Outcome, verdict: Verdict | None) -> str:
     a loss only in later tokens of held-out text.
     """
     tasks = verdict.tasks if verdict else ()
-    if any(task.too_many_lost for task in tasks):
-        return "Raise max_gen_toks until responses end by themselves, and evaluate again."
-    if any(task.uninformative for task in tasks):
-        return (
-            "Choose tasks that the baseline can do, in the prompt format that it was trained with."
-        )
+    if obstacle := gravest_obstacle(tasks):
+        return _sentence(obstacle.do)
     if outcome == "INCONCLUSIVE":
         return _remedy_of_open_tasks(tasks)
     if verdict and verdict.text and verdict.text.fails_late:
-        return f"{LATE_FAILURE_ADVICE[0].upper()}{LATE_FAILURE_ADVICE[1:]}."
+        return _sentence(rules.LATE_LOSS.do)
     return ""
+
+
+def gravest_obstacle(tasks: "Sequence[TaskVerdict]") -> Rule | None:
+    """Return the rule of the obstacle whose remedy comes first, or None without obstacles."""
+    found = {task.obstacle.rule for task in tasks if task.obstacle is not None}
+    return next((rule for rule in _OBSTACLES if rule.id in found), None)
+
+
+def _sentence(clause: str) -> str:
+    return f"{clause[0].upper()}{clause[1:]}."
 
 
 def _remedy_of_open_tasks(tasks: Sequence["TaskVerdict"]) -> str:
@@ -202,18 +196,13 @@ def _remedy_of_open_tasks(tasks: Sequence["TaskVerdict"]) -> str:
     if not unsettled:
         return "Evaluate the same tasks with both models, or select tasks with --task."
     needed = [
-        f"{about(task.documents_needed or 0)} documents of {task.task}"
+        f"{about(task.needed.documents)} documents of {task.task}"
         for task in unsettled
-        if _can_be_settled(task)
+        if task.needed is not None and task.needed.is_available
     ]
     if needed:
         return f"Evaluate {join_limited(needed, ' and ', _MAX_TASKS)}, or accept a larger loss."
     return "Use larger tasks or held-out text in their place, or accept a larger loss."
-
-
-def _can_be_settled(task: "TaskVerdict") -> bool:
-    """Return True if more documents of the task would settle its outcome."""
-    return task.documents_needed is not None and not task.has_too_few_documents
 
 
 def capitalized(sentence: str) -> str:

@@ -113,13 +113,13 @@ def _task_table(verdict: Verdict) -> doc.Table:
 
 def _task_cells(task: TaskVerdict) -> Iterator[TableCell | str]:
     scale = task.scale
-    yield TableCell(task_title(task), task.remedy)
+    yield TableCell(task_title(task), task.needed.remedy if task.needed else "")
     yield count(task.documents)
     for score in (task.baseline, task.candidate):
         yield TableCell(scale.value(score.value), scale.interval(score.low, score.high))
     difference = _difference(task)
     yield TableCell(difference.text, f"{difference.note} {scale.unit}")
-    yield f"{count(task.right_to_wrong)} / {count(task.wrong_to_right)}"
+    yield f"{count(task.changes.right_to_wrong)} / {count(task.changes.wrong_to_right)}"
 
 
 def variant_tiles(rows: Sequence[ComparedVariant]) -> Iterator[doc.Tile]:

@@ -49,7 +49,7 @@ def reported_kl(verdict: Verdict | None, drift: Drift | None) -> float | None:
 def worst_task(verdict: Verdict) -> TaskVerdict | None:
     """Return the task with the lowest lower bound of the change, without its documents."""
     worst = verdict.worst_task
-    return replace(worst, flips=(), also=()) if worst else None
+    return replace(worst.without_flips, also=()) if worst else None
 
 
 def mark_smallest(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:

@@ -281,7 +281,7 @@ def _entry(
 
 def _tasks(verdict: Verdict) -> Iterator[HistoryTask]:
     for task in verdict.tasks:
-        judged = replace(task, flips=(), also=())
+        judged = replace(task.without_flips, also=())
         yield HistoryTask(name=task.task, value=task.candidate.value, verdict=judged)
     text = verdict.text
     if text is not None:

@@ -24,8 +24,9 @@ from vexport.judge.held_out import decide_on_text
 from vexport.judge.load_judgement import judge_by_reference
 from vexport.judge.verdict import decide
 from vexport.names import AcceptedFile, ResultFiles
-from vexport.records import CandidateKind, Drift, EngineMode, LoadReport, Verdict, named
+from vexport.records import CandidateKind, Drift, EngineMode, LoadReport, Reason, Verdict, named
 from vexport.records.margin import margin_of_shares
+from vexport.rules import verdict as rules
 from vexport.run.comparison import outcome_and_reason
 from vexport.run.directory import Digests, data_digest, portable, value_digest
 from vexport.run.run import Run
@@ -287,9 +288,11 @@ def judge(run: Run) -> Verdict | None:
 
 def _refused_verdict(run: Run, message: str) -> Verdict:
     """Return the verdict on a given checkpoint that vLLM refused."""
+    reason = Reason.of(rules.REFUSED, message=message)
     return Verdict(
         outcome="FAIL",
-        reason=f"vLLM refused it: {message}",
+        rule=reason.rule,
+        reason=reason.text,
         margin=margin_of_shares(run.evaluation.margin),
         alpha=run.evaluation.alpha,
         method="not asked",

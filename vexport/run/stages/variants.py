@@ -388,7 +388,7 @@ def _row_with_verdict(
 ) -> ComparedVariant:
     """Return the row of a variant with its verdict."""
     verdict = run.result(judge)
-    tasks = tuple(replace(task, flips=()) for task in verdict.tasks)
+    tasks = tuple(task.without_flips for task in verdict.tasks)
     return replace(
         row(verdict.outcome, verdict.reason),
         mean_kl=reported_kl(verdict, run.get(measure_drift)),
