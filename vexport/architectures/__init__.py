@@ -14,7 +14,8 @@ from pydantic import TypeAdapter
 
 from vexport.architectures.tables import read_table, table_versions
 from vexport.errors import InputError
-from vexport.records import Finding, Json, Severity
+from vexport.records import Finding, Json
+from vexport.rules import architecture as rules
 from vexport.version import PINNED, Version, short_version
 
 T = TypeVar("T")
@@ -320,11 +321,11 @@ def get_architecture(name: str, version: Version | None = None) -> Architecture:
         f"neither a class of vLLM nor a class of transformers {table.transformers} with a tensor "
         f"parallel plan"
     )
-    raise InputError(
+    raise InputError.of(
+        rules.UNKNOWN_CLASS,
         f"architecture {name}",
-        got=exclusion_reason(name, version) or unknown,
-        need=f"a class with which vLLM {table.vllm} generates text",
-        fix="see `vexport list architectures`",
+        reason=exclusion_reason(name, version) or unknown,
+        vllm=table.vllm,
     )
 
 
@@ -404,15 +405,7 @@ def _newer_note(name: str, version: Version) -> tuple[Finding, ...]:
     if name in architecture_table().architectures or version == PINNED:
         return ()
     vllm = short_version(version)
-    return (
-        _note(
-            "info",
-            name,
-            f"a class of vLLM {short_version()}",
-            f"a class that vLLM {vllm} added; vexport uses the rules of vLLM {vllm}",
-            f"serve the output with vLLM {vllm} or later",
-        ),
-    )
+    return (Finding.at(rules.NEWER_CLASS, name, vllm=vllm, pinned=short_version()),)
 
 
 def _unknown_modules(name: str, version: Version) -> tuple[Finding, ...]:
@@ -423,19 +416,11 @@ def _unknown_modules(name: str, version: Version) -> tuple[Finding, ...]:
     unknown = module_table(version).unknown
     if name not in unknown or not get_architecture(name, version).language_model:
         return ()
-    expected = "a class with a table of the modules outside the language model"
-    got = "no such table: vexport recognizes these modules only by their names"
-    fix = "load the output with `vexport load --dry` before you use it"
-    return (_note("warning", name, expected, got, fix),)
+    return (Finding.at(rules.UNKNOWN_MODULES, name),)
 
 
 def _assumed_note(name: str) -> Finding:
-    expected = "a nested config with a supported text model"
-    got = (
-        f"no supported text model, so the usual fused layers are assumed ({', '.join(USUAL_FUSED)})"
-    )
-    fix = "check the groups of the plan, and load the output in vLLM before you use it"
-    return _note("warning", name, expected, got, fix)
+    return Finding.at(rules.ASSUMED, name, layers=", ".join(USUAL_FUSED))
 
 
 def _backend_note(name: str, architecture: Architecture, version: Version) -> tuple[Finding, ...]:
@@ -443,24 +428,7 @@ def _backend_note(name: str, architecture: Architecture, version: Version) -> tu
     if architecture.backend is None:
         return ()
     table = architecture_table(version)
-    got = (
-        f"a class that vLLM {table.vllm} runs with its Transformers backend, which fuses the "
-        f"layers that it recognizes in the code of transformers {table.transformers}"
-    )
-    fix = "test other versions of transformers with `vexport load --dry`: fused layers may differ"
-    return (_note("info", name, "a class that vLLM implements", got, fix),)
-
-
-def _note(severity: Severity, name: str, expected: str, got: str, fix: str) -> Finding:
-    return Finding(
-        check="architecture",
-        claim=None,
-        severity=severity,
-        where=name,
-        expected=expected,
-        got=got,
-        fix=fix,
-    )
+    return (Finding.at(rules.BACKEND, name, vllm=table.vllm, transformers=table.transformers),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

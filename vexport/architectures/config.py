@@ -15,6 +15,7 @@ from types import CodeType
 from vexport.architectures import Architecture
 from vexport.errors import InputError
 from vexport.records import Json
+from vexport.rules.architecture import VOCAB_SIZE
 
 # Keys of nested configs. text_config: most models. llm_config: InternVL, Nemotron VL and NVLM,
 # where vLLM reads it as text_config (_CONFIG_ATTRS_MAPPING in transformers_utils/config.py).
@@ -44,12 +45,7 @@ def vocab_size(config: Mapping[str, Json], where: str) -> int:
     size = text_config(config).get("vocab_size")
     if isinstance(size, int):
         return size
-    raise InputError(
-        where,
-        got="no vocab_size",
-        need="the number of tokens",
-        fix="restore the model's config.json",
-    )
+    raise InputError.of(VOCAB_SIZE, where)
 
 
 class Unknown(Exception):

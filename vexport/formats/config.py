@@ -22,6 +22,7 @@ from vexport.errors import InputError
 from vexport.formats.arguments import QuantArgs, SchemeArgs, arguments_adapter
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.records import AttentionLayer, HeadRanges, Json, KeyValueRanges, KvCache, TensorSpec
+from vexport.rules.quantize import KV_HEADS
 
 if TYPE_CHECKING:
     from vexport.formats.packing.base import Array
@@ -187,12 +188,7 @@ def kv_scales(layer: AttentionLayer, ranges: Mapping[str, KeyValueRanges]) -> "t
     heads = 0 if layer_ranges is None else len(layer_ranges.key.low)
     if layer_ranges is None or layer.heads not in (None, heads):
         all_heads = "all heads" if layer.heads is None else f"{layer.heads} heads"
-        raise InputError(
-            layer.name,
-            got=f"keys and values of {heads} heads in calibration",
-            need=f"keys and values of {all_heads}",
-            fix="keep the KV cache in the model's dtype, or use fp8 (one scale for all heads)",
-        )
+        raise InputError.of(KV_HEADS, layer.name, heads=heads, needed=all_heads)
     return _scales(layer_ranges.key, layer), _scales(layer_ranges.value, layer)
 
 

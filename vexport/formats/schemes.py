@@ -30,6 +30,7 @@ from vexport.formats.arguments import (
 from vexport.formats.base import Format, partition_of
 from vexport.numerics import MX_GROUP
 from vexport.records import Json, LinearPlan, TensorSpec
+from vexport.rules import scheme as rules
 
 KEEP = "keep"
 # `W4A16_G64` is W4A16 with groups of 64 columns, and `W4A16_CHANNEL` is W4A16 with a scale per row.
@@ -215,12 +216,7 @@ def get_scheme(name: str) -> Scheme:
     args = parse_canonical_name(name)
     if args is not None:
         return named_scheme(args)
-    raise InputError(
-        f"scheme {name!r}",
-        got=f"unknown name{scheme_hint(name, list(known))}",
-        need="",
-        fix="see `vexport list schemes`",
-    )
+    raise InputError.of(rules.UNKNOWN, f"scheme {name!r}", hint=scheme_hint(name, list(known)))
 
 
 def named_scheme(args: SchemeArgs) -> Scheme:
@@ -251,11 +247,11 @@ def with_group_size(name: str, group_size: int | None) -> str:
     if weights.group == group_size and (group_size or weights.strategy == "channel"):
         return scheme.name
     if scheme.name not in scheme_names():
-        raise InputError(
+        raise InputError.of(
+            rules.GROUP_SIZE_TWICE,
             f"scheme {name!r}",
-            got=_describe_group_size(group_size),
-            need=f"{_describe_group_size(weights.group)}, as in the scheme's name",
-            fix="give the group size only once",
+            size=_describe_group_size(group_size),
+            named=_describe_group_size(weights.group),
         )
     return regrouped(scheme, group_size).name
 
@@ -268,14 +264,13 @@ def regrouped(scheme: Scheme, group_size: int | None) -> Scheme:
     """
     weights = scheme.args.weights
     if weights.is_float or group_size == 0:
-        only = _describe_group_size(weights.group, weights.strategy)
-        raise InputError(
+        size = _describe_group_size(weights.group, weights.strategy)
+        only = f"{size}, the only size of this format"
+        raise InputError.of(
+            rules.GROUP_SIZE,
             f"scheme {scheme.name!r}",
-            got=_describe_group_size(group_size),
-            need=f"{only}, the only size of this format"
-            if weights.is_float
-            else "a size of at least 1",
-            fix="remove the group size, or use an integer scheme such as W4A16",
+            size=_describe_group_size(group_size),
+            only=only if weights.is_float else "a size of at least 1",
         )
     return named_scheme(_with_groups(scheme.args, group_size))
 
@@ -313,12 +308,7 @@ def _with_groups(args: SchemeArgs, group_size: int | None) -> SchemeArgs:
 def _scheme(name: str, args: SchemeArgs) -> Scheme:
     storage = format_of(args)
     if isinstance(storage, str):
-        raise InputError(
-            f"scheme {name!r}",
-            got=storage,
-            need="arguments that vLLM runs and vexport writes",
-            fix="change the arguments, or use a scheme from `vexport list schemes`",
-        )
+        raise InputError.of(rules.ARGUMENTS, f"scheme {name!r}", reason=storage)
     return Scheme(name=name, args=args, format=storage)
 
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar, cast
 
 from vexport.errors import EnvironmentFault, first_line
+from vexport.rules.environment import LOST_RANK
 
 if TYPE_CHECKING:
     import torch
@@ -52,9 +53,8 @@ def process_group() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
             raise
-        got = f"a rank was lost: {first_line(error)}"
-        fix = "check torchrun's error summary, then run the same command again to resume"
-        raise EnvironmentFault("torchrun", got=got, need="", fix=fix) from error
+        lost = EnvironmentFault.of(LOST_RANK, "torchrun", message=first_line(error))
+        raise lost from error
     finally:
         distributed.destroy_process_group()
 

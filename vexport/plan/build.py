@@ -39,6 +39,8 @@ from vexport.plan.shapes import (
 )
 from vexport.records import AttentionLayer, Finding, KvCache, OnUnsupportedShape
 from vexport.records.values import plural
+from vexport.rules import architecture
+from vexport.rules.quantize import ALREADY_QUANTIZED
 
 if TYPE_CHECKING:
     from vexport.scenario import Rule
@@ -160,7 +162,9 @@ def require_accepted(plan: Plan) -> None:
         return
     first, *rest = plan.refusals
     more = f" ({plural(len(rest), 'more refusal')}, see `vexport plan`)" if rest else ""
-    raise InputError(first.where, got=first.got, need=first.expected, fix=first.fix + more)
+    raise InputError(
+        first.where, got=first.got, need=first.expected, fix=first.fix + more, rule=first.rule
+    )
 
 
 def _fit_groups(
@@ -216,15 +220,7 @@ def _unquantizable(
 ) -> Iterator[Finding]:
     for name, treatment in chosen.items():
         if treatment is not None and places[name] == "unquantizable":
-            yield Finding(
-                check="architecture",
-                claim="refused",
-                severity="error",
-                where=name,
-                expected="a layer that vLLM can load quantized",
-                got=f"scheme {treatment.scheme.name} for a layer that vLLM never quantizes",
-                fix="remove the rule, or give it scheme: keep",
-            )
+            yield Finding.at(architecture.UNQUANTIZABLE, name, scheme=treatment.scheme.name)
 
 
 def _shape_findings(
@@ -272,27 +268,15 @@ def _without_unsupported(
 
 def _unknown_expert_notes(tensors: Sequence[str]) -> Iterator[Finding]:
     if tensors:
-        yield Finding(
-            check="architecture",
-            claim=None,
-            severity="warning",
-            where=tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more",
-            expected="a separate weight for each expert, under the name that vLLM loads",
-            got="experts with another layout",
-            fix="ignore this: these experts stay unquantized",
-        )
+        where = tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more"
+        yield Finding.at(architecture.UNKNOWN_EXPERTS, where)
 
 
 def _require_unquantized(index: SourceIndex) -> None:
     place = str(index.root)
     if (stored := find_quantization(index.root, index.config)) is not None:
         method = stored.values.get("quant_method") or "unknown method"
-        raise InputError(
-            place,
-            got=f"a checkpoint that is already quantized ({method})",
-            need="an unquantized model",
-            fix="use the original model; `vexport check` and `vexport eval` accept this checkpoint",
-        )
+        raise InputError.of(ALREADY_QUANTIZED, place, method=method)
 
 
 def fitting_sizes(

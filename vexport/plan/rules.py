@@ -13,6 +13,8 @@ from vexport.records import Finding, Smoothing
 from vexport.records.calibration import Rounding
 from vexport.records.observer_names import BY_IMPORTANCE, EXPANDED, IMPORTANCE, MIN_MAX
 from vexport.records.patterns import matches as pattern_matches
+from vexport.rules import rules as book
+from vexport.rules.quantize import NO_CALIBRATION
 from vexport.scenario.rules import IMPORTANCE_STRATEGIES
 
 if TYPE_CHECKING:
@@ -125,25 +127,10 @@ def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterat
     for number, rule in enumerate(rules):
         count = sum(_applies(rule, name, place) for name, place in places.items())
         if count and number not in effective and not rule.is_from_recipe:
-            yield Finding(
-                check="rules",
-                claim=None,
-                severity="warning",
-                where=f"rule {number + 1} ({rule.match})",
-                expected="a layer that no earlier rule matches",
-                got=f"{count} layer{'s' if count > 1 else ''}, each matched by an earlier rule",
-                fix="move the rule up, or remove it: the first match wins",
-            )
+            where = f"rule {number + 1} ({rule.match})"
+            yield Finding.at(book.HIDDEN, where, count=count)
         elif rule.is_from_recipe and _matches_nothing(rule, places):
-            yield Finding(
-                check="rules",
-                claim=None,
-                severity="warning",
-                where=f"ignore {rule.match}",
-                expected="at least one layer that it matches",
-                got="no such layer in this model",
-                fix="correct the pattern, unless the model is supposed to have no such layer",
-            )
+            yield Finding.at(book.NO_LAYER_IGNORED, f"ignore {rule.match}")
 
 
 def _matches_nothing(rule: "Rule", names: Collection[str]) -> bool:
@@ -174,12 +161,7 @@ def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) 
     ]
     raise_all(
         [
-            InputError(
-                f"rule {rule.match!r}",
-                got="no matching layer in this model",
-                need="the name of a linear layer, its last parts, re:REGEX or Linear",
-                fix="correct the pattern or remove the rule",
-            )
+            InputError.of(book.NO_LAYER, f"rule {rule.match!r}")
             for rule in required_rules
             if not any(matches(rule.match, name) for name in names)
         ]
@@ -253,13 +235,7 @@ class CalibrationNeed:
 
     def missing(self) -> InputError:
         """Return the error if there are no samples."""
-        return InputError(
-            self.where,
-            got="no calibration data",
-            need=self.samples,
-            fix="add --calibration DATA (in a scenario `calibration:`); `default` is the text that "
-            "ships with vexport",
-        )
+        return InputError.of(NO_CALIBRATION, self.where, samples=self.samples)
 
 
 def calibration_need(plan: Plan) -> CalibrationNeed | None:

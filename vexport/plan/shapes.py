@@ -9,6 +9,8 @@ from vexport.architectures.ranks import heads_of
 from vexport.formats.plan import FusionGroup
 from vexport.formats.shapes import unsupported_on, unsupported_reordering
 from vexport.records import Finding, LinearPlan
+from vexport.rules import ranks as ranks_rules
+from vexport.rules.shape import UNSUPPORTED
 
 # Name of the check in refusals of a shape.
 SHAPE = "shape"
@@ -61,7 +63,7 @@ def _unsupported(group: FusionGroup, names: Names, ranks: Sequence[int]) -> str 
 def refusal(group: FusionGroup, reason: str, fix: str) -> Finding:
     """Return the refusal of a group. `reason` is a sentence with the sizes and vLLM's rule."""
     where = group.name if len(group.members) > 1 else group.members[0].name
-    return _refusal(where, "", reason, fix, check=SHAPE)
+    return Finding.at(UNSUPPORTED, where, reason=reason, advice=fix)
 
 
 def kept_note(finding: Finding, name: str) -> Finding:
@@ -86,34 +88,27 @@ def refused_ranks(
     heads = heads_of(linears, names)
     for count in several:
         if uneven := heads.uneven(count):
-            fix = f"serve it on {heads.possible_gpus} (--tp)"
-            yield _refusal(
+            yield Finding.at(
+                ranks_rules.HEADS,
                 f"config.json (tp {count})",
-                f"attention heads that {count} ranks can share",
-                uneven,
-                fix,
+                reason=uneven,
+                ranks=count,
+                possible=heads.possible_gpus,
             )
             continue
         for layer in layers:
             if quantized.isdisjoint(layer.members) and names.place(layer.members[0]) == "decoder":
                 members = [linears[member] for member in layer.members]
                 if reason := unsupported_on(layer, members, None, names, count):
-                    yield _refusal(layer.name, "", reason, RANKS_ADVICE)
+                    yield Finding.at(
+                        ranks_rules.UNQUANTIZED_LAYER,
+                        layer.name,
+                        reason=reason,
+                        advice=RANKS_ADVICE,
+                    )
 
 
 def cannot_be_split(group: FusionGroup, names: Names, ranks: Sequence[int]) -> bool:
     """Return True if vLLM could not split a group between ranks even if it is unquantized."""
     several = [count for count in ranks if count > 1]
     return any(unsupported_on(group.layer, group.members, None, names, count) for count in several)
-
-
-def _refusal(where: str, expected: str, got: str, fix: str, *, check: str = "ranks") -> Finding:
-    return Finding(
-        check=check,
-        claim="refused",
-        severity="error",
-        where=where,
-        expected=expected,
-        got=got,
-        fix=fix,
-    )

@@ -11,7 +11,7 @@ from vexport.architectures.linears import Names, names_of
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import pinned_source, resolve_source, source_headers
-from vexport.errors import InputError, InputErrors, raise_all, shown
+from vexport.errors import InputError, InputErrors, raise_all
 from vexport.errors.extras import require_extra
 from vexport.errors.validation import ValidationProblem, validation_problems
 from vexport.formats.arguments import QuantArgs
@@ -39,6 +39,7 @@ from vexport.records import (
     silent,
 )
 from vexport.records.observer_names import BY_IMPORTANCE, CLASS_SEPARATOR, OBSERVERS, OptionValue
+from vexport.rules import rules as book
 from vexport.scenario import (
     AUTO,
     Calibration,
@@ -130,8 +131,8 @@ def ignored_rules(ignore: Sequence[str]) -> tuple[Rule, ...]:
         return tuple(Rule(match=pattern, scheme=KEEP) for pattern in ignore)
     except ValidationError as error:
         problem = validation_problems(error)[0]
-        raise InputError(
-            "--ignore", got=problem.found, need=problem.need, fix="correct the pattern"
+        raise InputError.of(
+            book.PATTERN, "--ignore", found=problem.found, need=problem.need
         ) from None
 
 
@@ -278,22 +279,21 @@ def require_trusted_scenario(
         for number, setting in enumerate(variants.serve):
             given[f"variants.serve.{number}"] = with_setting(Serve(), setting).engine_args
     problems = [
-        InputError(
+        InputError.of(
+            book.ENGINE_ARGUMENT,
             f"{file}: {place}.{problem.where}",
-            got=shown(problem.value),
+            value=problem.value,
             need=problem.need,
-            fix="correct it, or allow any argument with --trust-remote-code",
         )
         for place, arguments in given.items()
         for problem in code_problems(arguments, vllm)
     ]
     if variants is not None and variants.vllm_python:
         problems.append(
-            InputError(
+            InputError.of(
+                book.INTERPRETER,
                 f"{file}: variants.vllm_python",
-                got=f"{variants.vllm_python[0]}, which vexport would run",
-                need="permission to run a program that a file names",
-                fix="remove it and use --vllm-python, or add --trust-remote-code",
+                python=variants.vllm_python[0],
             )
         )
     raise_all(problems)
@@ -302,11 +302,8 @@ def require_trusted_scenario(
 def _observers_with_code(rule: Rule) -> Iterator[InputError]:
     for key, name in (("observer", rule.observer), ("input_observer", rule.input_observer)):
         if name is not None and name not in OBSERVERS and CLASS_SEPARATOR in name:
-            yield InputError(
-                f"rule {rule.match!r}: {key}",
-                got=f"{name}, whose code vexport would run",
-                need="permission to run code",
-                fix="use an observer of vexport, or add --trust-remote-code",
+            yield InputError.of(
+                book.UNTRUSTED_OBSERVER, f"rule {rule.match!r}: {key}", observer=name
             )
 
 
@@ -382,23 +379,12 @@ def _class_problems(
     try:
         observer = Observer.of_name(name).create("input" if of_inputs else "weight", args, keywords)
     except ValueError as error:
-        yield InputError(
-            where, got=str(error), need="", fix="correct the class, or use vexport's observers"
-        )
+        yield InputError.of(book.OBSERVER_CLASS, where, reason=error)
         return
     if isinstance(observer, IMatrixMSEObserver):
-        need = "an observer that does not use importance: only imatrix_mse receives it"
-        yield InputError(
-            where, got=f"{name}, which needs importance", need=need, fix="use imatrix_mse"
-        )
+        yield InputError.of(book.OBSERVER_IMPORTANCE, where, observer=name)
     if of_inputs and observer.returns_own_qparams:
-        yield InputError(
-            where,
-            got=f"{name}, which overrides get_qparams()",
-            need="an observer that sets a range, because fused layers share one range of inputs",
-            fix="remove get_qparams(), and set min_vals and max_vals in "
-            "update_statistics_from_observed()",
-        )
+        yield InputError.of(book.OBSERVER_RANGE, where, observer=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

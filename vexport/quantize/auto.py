@@ -37,6 +37,7 @@ from vexport.records import (
     SchemeChoice,
     silent,
 )
+from vexport.rules import auto as rules
 from vexport.scenario import Auto, Scenario
 
 # Maximum number of mixtures kept while groups are added. The result is exact if this number is not
@@ -141,12 +142,7 @@ class Budget:
         words = {"bits": "{:.3f} bits per weight of the whole model", "bytes": "{:.0f} bytes"}
         if least_bytes > self.limit_bytes:
             reached = words.get(kind, "{:.3f} of the source").format(least_bytes / self.unit)
-            raise InputError(
-                f"auto.{kind}",
-                got=f"{limit:g}",
-                need=f"at least {reached}, the size with the smallest candidates",
-                fix="raise the budget, or add a smaller candidate",
-            )
+            raise InputError.of(rules.BUDGET, f"auto.{kind}", limit=limit, least=reached)
 
 
 def budget_of(
@@ -278,13 +274,11 @@ def _measured_losses(
 
 def _missing_losses_note(auto: Auto, run_dir: Path) -> Finding:
     kind, limit = auto.budget
-    return Finding(
-        check="auto",
-        claim=None,
-        severity="warning",
-        where="scheme: auto",
-        expected=f"measured losses in {', '.join(auto.candidates)}, to choose schemes within "
-        f"{kind} {limit:g}",
-        got=f"no losses in {run_dir}, so the plan shows the smallest candidate of each group",
-        fix="measure the losses with `vexport run`",
+    return Finding.at(
+        rules.NO_LOSSES,
+        "scheme: auto",
+        folder=run_dir,
+        candidates=", ".join(auto.candidates),
+        kind=kind,
+        limit=limit,
     )

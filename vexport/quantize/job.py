@@ -52,6 +52,7 @@ from vexport.quantize.samples import require_calibration
 from vexport.quantize.stream import input_digest, planned_shards, shards_of_this_rank, write_shards
 from vexport.records import CalibrationRecord, Json, OnProgress, silent
 from vexport.records.calibration import RoundingReport
+from vexport.rules.quantize import OTHER_PLAN
 from vexport.scenario import Calibration, Rule
 from vexport.version import __version__
 
@@ -118,9 +119,7 @@ def _require_same_on_all_ranks(plan: Plan) -> None:
     rank, size = rank_and_size()
     digest = digest_bytes(repr((plan.groups, plan.attention)).encode()) if size > 1 else ""
     if on_first(lambda: digest) != digest:
-        got = "its plan differs from the plan of rank 0"
-        fix = "start all ranks with the same source and arguments"
-        raise InputError(f"rank {rank} of {size}", got=got, need="", fix=fix)
+        raise InputError.of(OTHER_PLAN, f"rank {rank} of {size}")
 
 
 def write_checkpoint(

@@ -22,6 +22,7 @@ from vexport.plan.blocks import output_bytes, quantized_bytes
 from vexport.plan.build import PlanSettings, build_plan, groups_by_unit, require_accepted
 from vexport.plan.shapes import KEPT
 from vexport.records import Finding
+from vexport.rules.auto import NO_CANDIDATE
 from vexport.scenario import AUTO, Auto, Rule
 
 Groups = tuple[FusionGroup, ...]
@@ -225,12 +226,7 @@ def _unfitting_errors(plans: Iterable[Plan], fitting: Collection[str]) -> list[I
         note.where: note for plan in plans for note in reversed(plan.notes) if note.fix == KEPT
     }
     return [
-        InputError(
-            name,
-            got=f"no candidate fits: {note.got}",
-            need=note.expected,
-            fix="add keep to the candidates, or use on_unsupported_shape: keep",
-        )
+        InputError.of(NO_CANDIDATE, name, reason=note.got)
         for name, note in notes.items()
         if name not in fitting
     ]

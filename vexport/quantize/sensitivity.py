@@ -31,6 +31,7 @@ from vexport.records import (
     OnProgress,
     SchemeLoss,
 )
+from vexport.rules.auto import UNMEASURABLE
 
 # Maximum number of bytes of the hidden states of trials that run at the same time.
 MEMORY_BYTES = 2**31
@@ -152,12 +153,7 @@ class Trial:
         self.model = model
         self._walk = walk
         if not model.places.parameter_of(option.groups[0].members[0]):
-            raise InputError(
-                group.name,
-                got="weights that the text model does not use",
-                need="a layer whose loss can be measured on text",
-                fix="keep the layer, or give it a fixed scheme and remove the section sensitivity",
-            )
+            raise InputError.of(UNMEASURABLE, group.name)
         self.depth = model.places.layer_of(option.groups[0])
 
     def begin(self) -> None:

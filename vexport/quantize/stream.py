@@ -47,6 +47,7 @@ from vexport.records import (
     silent,
 )
 from vexport.records.calibration import NO_CALIBRATION
+from vexport.rules.quantize import FOLDER_REPLACED
 from vexport.version import __version__
 
 # The bytes of tensors by name.
@@ -94,9 +95,7 @@ def write_shards(
         identity = folder.stat()
         for shard in shards:
             if not os.path.samestat(identity, folder.stat()):
-                got = "the folder was replaced while it was being written"
-                fix = "run the command again when no other call writes this folder"
-                raise InputError(str(folder), got=got, need="", fix=fix)
+                raise InputError.of(FOLDER_REPLACED, str(folder))
             with ShardWriter(folder, shard, ahead=CHUNKS_AHEAD * threads) as writer:
                 done += sum(unit.num_bytes for unit in shard.units[: writer.done])
                 for unit in shard.units[writer.done :]:

@@ -17,6 +17,7 @@ from vexport.calibration.inputs import GroupInputs, RecordedInputs, Value
 from vexport.errors import InputError
 from vexport.formats.plan import FusionGroup
 from vexport.quantize.gptq import strength_of
+from vexport.rules.rounding import MEMORY
 
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 # Bytes per value of an input, which has 16 bits.
@@ -145,12 +146,13 @@ def require_memory(groups: Iterable[FusionGroup], tokens: int, samples: int, dev
     most = max_waiting_bytes(device)
     if needed > most:
         fitting = samples * most // needed
-        raise InputError(
+        fewer, shorter = f"use --samples {fitting}", "use shorter samples (seq_len in a scenario)"
+        raise InputError.of(
+            MEMORY,
             "calibration",
-            got=f"{samples} samples with {tokens:,} tokens in total, which need "
-            f"{needed / 1e9:.1f} GB while rounding",
-            need=f"at most {most / 1e9:.1f} GB, half of the memory",
-            fix=f"use --samples {fitting}"
-            if fitting
-            else "use shorter samples (seq_len in a scenario)",
+            samples=samples,
+            tokens=tokens,
+            needed=needed / 1e9,
+            most=most / 1e9,
+            remedy=fewer if fitting else shorter,
         )

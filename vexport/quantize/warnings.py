@@ -9,6 +9,7 @@ from vexport.plan.shapes import KEPT
 from vexport.records import CalibrationRecord, Finding
 from vexport.records.calibration import RoundingReport
 from vexport.records.values import join_limited
+from vexport.rules.rounding import FALLBACK
 
 # If both the share of quantized weights and the share of quantized linear layers are below this
 # limit, a warning is given.
@@ -61,15 +62,7 @@ def fallback_warnings(rounding: RoundingReport | None) -> Iterator[str]:
 def fallback_findings(rounding: RoundingReport | None) -> Iterator[Finding]:
     """Yield a warning for each group rounded to nearest although a rule requires more."""
     for group in rounding.fallbacks if rounding else ():
-        yield Finding(
-            check="rounding",
-            claim=None,
-            severity="warning",
-            where=group.name,
-            expected="weights rounded with the help of calibration text",
-            got=f"weights rounded to nearest: {group.fallback}",
-            fix="calibrate with more rows, or give these layers a rule with rounding: nearest",
-        )
+        yield Finding.at(FALLBACK, group.name, reason=group.fallback)
 
 
 def little_text_warnings(

@@ -21,3 +21,8 @@ MISMATCHED_PACKAGE = Rule(
     got="built for another version of torch ({message})",
     do=UNINSTALL,
 )
+LOST_RANK = Rule(
+    "environment/lost-rank",
+    got="a rank was lost: {message}",
+    do="check torchrun's error summary, then run the same command again to resume",
+)

@@ -11,6 +11,7 @@ from vexport.errors import InputError
 from vexport.numerics.arithmetic import Bits, Floats
 from vexport.numerics.number_formats import BFLOAT16, FLOAT16, FLOAT32
 from vexport.records import LinearPlan
+from vexport.rules.quantize import NOT_FINITE
 
 Array = npt.NDArray[np.generic]
 
@@ -95,9 +96,4 @@ def require_finite(member: LinearPlan, scales: Array) -> None:
 
 def not_finite(weight: str) -> InputError:
     """Return the error for a weight that contains NaN or infinity. `weight` is its stored name."""
-    return InputError(
-        weight,
-        got="NaN or infinite values",
-        need="finite weights",
-        fix="restore the source checkpoint",
-    )
+    return InputError.of(NOT_FINITE, weight)

@@ -1,0 +1,39 @@
+"""Rules of a source and of a call that quantizes it."""
+
+from vexport.rules.book import Rule
+
+ALREADY_QUANTIZED = Rule(
+    "quantize/already-quantized",
+    got="a checkpoint that is already quantized ({method})",
+    need="an unquantized model",
+    do="use the original model; `vexport check` and `vexport eval` accept this checkpoint",
+)
+NO_CALIBRATION = Rule(
+    "quantize/no-calibration",
+    got="no calibration data",
+    need="{samples}",
+    do="add --calibration DATA (in a scenario `calibration:`); `default` is the text that ships "
+    "with vexport",
+)
+FOLDER_REPLACED = Rule(
+    "quantize/folder-replaced",
+    got="the folder was replaced while it was being written",
+    do="run the command again when no other call writes this folder",
+)
+OTHER_PLAN = Rule(
+    "quantize/other-plan",
+    got="its plan differs from the plan of rank 0",
+    do="start all ranks with the same source and arguments",
+)
+NOT_FINITE = Rule(
+    "quantize/not-finite",
+    got="NaN or infinite values",
+    need="finite weights",
+    do="restore the source checkpoint",
+)
+KV_HEADS = Rule(
+    "quantize/kv-heads",
+    got="keys and values of {heads} heads in calibration",
+    need="keys and values of {needed}",
+    do="keep the KV cache in the model's dtype, or use fp8 (one scale for all heads)",
+)
