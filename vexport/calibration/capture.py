@@ -24,6 +24,7 @@ from vexport.calibration.model import HiddenStates, joined
 from vexport.errors import InputError
 from vexport.observers.flatten import channel_extremes
 from vexport.records import HeadRanges, KeyValueRanges
+from vexport.rules import calibration as rules
 
 # Number of recent tensors with which `Interner` compares a new tensor, to store equal tensors once.
 RECENT_TENSORS = 16
@@ -122,12 +123,7 @@ class Recorder:
 
     def unsupported_call_error(self, number: int, got: str) -> InputError:
         """Return the error for a model whose layers calibration cannot run one after the other."""
-        return InputError(
-            f"{self._name}.{number}",
-            got=got,
-            need="decoder layers that run in order, each on the output of the previous layer",
-            fix="use a scheme that needs no text, with --rounding nearest",
-        )
+        return InputError.of(rules.LAYER_ORDER, f"{self._name}.{number}", found=got)
 
 
 @contextmanager

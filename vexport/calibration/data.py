@@ -26,9 +26,6 @@ from vexport.calibration.conversations import (
 from vexport.calibration.file_rows import RawRow, content_of, encoding_error, json_problem
 from vexport.calibration.folders import notes_on_folder, require_data
 from vexport.calibration.rows import (
-    FIX_COLUMN,
-    FIX_ROW,
-    SUPPORTED_ROW_FORMS,
     Row,
     UnknownFormError,
     read_row,
@@ -44,6 +41,8 @@ from vexport.errors import InputError, first_line, raise_all
 from vexport.files import digest_bytes, read_json_object
 from vexport.records import CalibrationData
 from vexport.records.values import join_limited, plural
+from vexport.rules import calibration as rules
+from vexport.rules.book import Rule
 
 # Maximum number of characters to tokenize per needed token. Long texts are cut before tokenizing,
 # because samples contain only their first tokens.
@@ -139,7 +138,7 @@ def read_samples(
 ) -> Samples:
     """Read at most `data.samples` samples of at most `data.seq_len` tokens.
 
-    `SUPPORTED_ROW_FORMS` lists the forms of a row. Conversations go through the chat template as in
+    Conversations go through the chat template as in
     vLLM's chat endpoint. Rows with images, video or sound are skipped, with a note. The samples of
     several data sets are mixed evenly. Raises InputErrors for broken rows, and EnvironmentFault if
     the hub cannot be reached.
@@ -276,19 +275,13 @@ def _needs_chat_template(row: Row) -> bool:
 
 def _no_chat_template_error(model: str, text: str) -> InputError:
     """Return the error for conversations in `text` and a model without a chat template."""
-    return InputError(
-        model,
-        got=f"a model without a chat template, but {text} has conversations",
-        need="a chat template that renders conversations",
-        fix=f"add {TEMPLATE_FILE} to the model, or use rows of text (FILE:COLUMN names a column)",
-    )
+    return InputError.of(rules.CHAT_TEMPLATE, model, text=text, file=TEMPLATE_FILE)
 
 
 def _no_rows_error(name: str) -> InputError:
     parsed = parse_data(name)
     is_empty = parsed.kind == "path" and parsed.path.is_file() and not parsed.path.stat().st_size
-    got = "an empty file" if is_empty else "no rows"
-    return InputError(name, got=got, need=SUPPORTED_ROW_FORMS, fix="add rows")
+    return InputError.of(rules.NO_ROWS, name, found="an empty file" if is_empty else "no rows")
 
 
 def first_texts(data: CalibrationData, limit: int) -> list[str]:
@@ -337,29 +330,25 @@ class _BrokenRows:
         """Add a row that could not be read. Raise InputError if the file is not UTF-8."""
         if isinstance(error, UnicodeDecodeError):
             raise encoding_error(place, error) from None
-        got = str(error)
-        need = SUPPORTED_ROW_FORMS
-        fix = FIX_ROW
-        kind = got
-        if isinstance(error, RecursionError):
-            kind = got = json_problem(error)
-        elif isinstance(error, json.JSONDecodeError):
-            # All rows with invalid JSON share one error, whatever the parser's message is.
-            kind = "invalid JSON"
-            got = json_problem(error)
-            fix = f"{FIX_ROW}, or name a file of plain text .txt"
+        reason, rule = str(error), rules.ROW
+        if isinstance(error, json.JSONDecodeError | RecursionError):
+            reason = json_problem(error)
+        # All rows with invalid JSON share one error, whatever the parser's message is.
+        kind = reason
+        if isinstance(error, json.JSONDecodeError):
+            kind, rule = "invalid JSON", rules.JSON_ROW
         elif isinstance(error, RefusedTurnsError):
-            need = "turns that the chat template renders"
+            rule = rules.TURNS
         elif isinstance(error, UnknownFormError):
-            fix = FIX_COLUMN
-        problem = _RowProblem(got=got, need=need, fix=fix, places=[])
+            rule = rules.ROW_FORM
+        problem = _RowProblem(rule=rule, reason=reason, places=[])
         self._problems.setdefault(kind, problem).places.append(place)
         self.number += 1
 
     def errors(self) -> list[InputError]:
         """Return an error for each problem, with the first row that has the problem."""
         return [
-            InputError(_row_places(each.places), got=each.got, need=each.need, fix=each.fix)
+            InputError.of(each.rule, _row_places(each.places), reason=each.reason)
             for each in self._problems.values()
         ]
 
@@ -368,9 +357,8 @@ class _BrokenRows:
 class _RowProblem:
     """A problem that rows share: the error for the first of these rows, and the places of all."""
 
-    got: str
-    need: str
-    fix: str
+    rule: Rule
+    reason: str
     places: list[str]
 
 
@@ -482,12 +470,7 @@ class _Reader:
             return _no_rows_error(self._data.name)
         (place, what), number = self._multimodal[0], len(self._multimodal)
         each = "the only row has" if number == 1 else f"each of the {number:,} rows read has"
-        return InputError(
-            self._data.name,
-            got=f"no row of text: {each} images, video or sound (first: {what!r}, {place})",
-            need="rows of text, because calibration runs only the language model",
-            fix="add texts or conversations without images, video and sound",
-        )
+        return InputError.of(rules.NO_TEXT, self._data.name, each=each, what=what, place=place)
 
     def notes(self) -> Iterator[str]:
         """Yield sentences about skipped rows and about parts that the chat template
@@ -687,15 +670,8 @@ def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> Tokenizer:
     try:
         tokenizer: Tokenizer = load(checkpoint, trust_remote_code=trust_remote_code)
     except Exception as error:
-        needs_code = "trust_remote_code" in str(error)
-        raise InputError(
-            str(checkpoint),
-            got="a tokenizer that needs Python code from the checkpoint"
-            if needs_code
-            else f"no usable tokenizer ({first_line(error)})",
-            need="the tokenizer of the model",
-            fix="review the code, then add --trust-remote-code"
-            if needs_code
-            else "add its files, or give calibration rows as input_ids",
-        ) from None
+        if "trust_remote_code" in str(error):
+            raise InputError.of(rules.TOKENIZER_CODE, str(checkpoint)) from None
+        reason = first_line(error)
+        raise InputError.of(rules.TOKENIZER, str(checkpoint), reason=reason) from None
     return tokenizer

@@ -19,6 +19,8 @@ from vexport.errors import InputError, first_line, require_working_disk
 from vexport.errors.extras import require_extra
 from vexport.files import require_fetched
 from vexport.foreign import LONGEST_LINE, parsed_number
+from vexport.rules import calibration as rules
+from vexport.rules import file
 
 if TYPE_CHECKING:
     import datasets
@@ -85,19 +87,16 @@ def rows_of_file(path: Path, split: str | None) -> Iterator[RawRow]:
                 yield from _rows_of_json(path, stream, split)
     except OSError as error:
         require_working_disk(error, path)
-        reason = (
-            "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror or error)
-        )
-        raise InputError(
-            str(path), got=reason, need="a readable file", fix="check the path"
-        ) from None
+        if isinstance(error, FileNotFoundError):
+            raise InputError.of(file.MISSING, str(path)) from None
+        reason = error.strerror or error
+        raise InputError.of(file.UNREADABLE, str(path), reason=reason) from None
 
 
 def _require_plain(path: Path, suffix: str) -> None:
     """Raise InputError for a compressed file in a format that is only read uncompressed."""
     if path.suffix.lower() in COMPRESSED:
-        got, need = f"a compressed {suffix} file", f"a plain {suffix} file"
-        raise InputError(str(path), got=got, need=need, fix=f"unpack {path.name}")
+        raise InputError.of(rules.COMPRESSED, str(path), suffix=suffix, name=path.name)
 
 
 def _open_file(path: Path) -> io.BufferedReader:
@@ -135,12 +134,7 @@ class _Expanding(io.RawIOBase):
             raise OSError(f"broken gzip data: {error}") from error
         self._left -= len(data)
         if self._left < 0:
-            raise InputError(
-                str(self._path),
-                got=f"a file that expands to more than {EXPANSION} times its size",
-                need="compressed text",
-                fix="unpack it and check its content",
-            )
+            raise InputError.of(rules.EXPANSION, str(self._path), times=EXPANSION)
         view[: len(data)] = data
         return len(data)
 
@@ -187,30 +181,29 @@ def _require_json_lines(path: Path, first: bytes) -> None:
     except (ValueError, RecursionError):
         return
     rest = text.lstrip()[end:].strip()
-    got = "a JSON object that spans several lines"
-    fix = f"write one row per line: `jq -c . {path.name}`"
+    found, jq = "a JSON object that spans several lines", "."
     key = None if rest else key_of_rows(value)
     if key is not None:
-        got = f"one JSON object with a list of {len(value[key]):,} objects under the key {key}"
-        fix = f"write one row per line: `jq -c '.{key}[]' {path.name}`"
-    raise InputError(str(path), got=got, need="JSON lines, or one JSON list of objects", fix=fix)
+        found = f"one JSON object with a list of {len(value[key]):,} objects under the key {key}"
+        jq = f"'.{key}[]'"
+    raise InputError.of(rules.JSON_LINES, str(path), found=found, filter=jq, name=path.name)
 
 
 def _require_text(path: Path, start: bytes) -> None:
     """Raise a single InputError for the file if it does not begin like text in UTF-8."""
-    need = "text in UTF-8: JSON lines, a JSON list or plain text; or parquet"
-    for signature, got, fix in _SIGNATURES:
+    for signature, found, remedy in _SIGNATURES:
         if start.startswith(signature):
-            raise InputError(str(path), got=got, need=need, fix=fix)
+            raise InputError.of(rules.TEXT, str(path), found=found, remedy=remedy)
     odd, even = start[1::2].count(0), start[::2].count(0)
     half = len(start) // 2
     if start.startswith(_UTF16) or (half and max(odd, even) > 0.4 * half > 5 * min(odd, even)):
-        fix = f"convert it: `iconv -f utf-16 -t utf-8 {path.name}`"
-        raise InputError(str(path), got="text in UTF-16", need=need, fix=fix)
+        remedy = f"convert it: `iconv -f utf-16 -t utf-8 {path.name}`"
+        raise InputError.of(rules.TEXT, str(path), found="text in UTF-16", remedy=remedy)
     if start.translate(None, _CONTROLS) != start:
         is_tensors = start[8:9] == b"{" and 0 in start[:8]
-        got = "a safetensors file" if is_tensors else "a binary file"
-        raise InputError(str(path), got=got, need=need, fix="name the file with the text")
+        found = "a safetensors file" if is_tensors else "a binary file"
+        remedy = "name the file with the text"
+        raise InputError.of(rules.TEXT, str(path), found=found, remedy=remedy)
 
 
 def line_place(path: Path, number: int) -> str:
@@ -228,13 +221,13 @@ def json_problem(error: ValueError | RecursionError) -> str:
 def encoding_error(place: str, error: UnicodeDecodeError) -> InputError:
     """Return the error for a text that is not UTF-8. The error names the probable encoding."""
     byte = error.object[error.start]
-    encoding = "text that is not UTF-8"
-    fix = "convert the file to UTF-8"
+    encoding, remedy = "text that is not UTF-8", "convert the file to UTF-8"
     if _looks_like_latin1(error.object):
         encoding = "text in Latin-1 (or Windows-1252)"
-        fix = "convert the file: `iconv -f latin1 -t utf-8`"
-    got = f"{encoding}: byte 0x{byte:02x} at position {error.start}"
-    return InputError(place, got=got, need="text in UTF-8", fix=fix)
+        remedy = "convert the file: `iconv -f latin1 -t utf-8`"
+    return InputError.of(
+        rules.ENCODING, place, encoding=encoding, byte=byte, position=error.start, remedy=remedy
+    )
 
 
 def _looks_like_latin1(text: bytes) -> bool:
@@ -256,9 +249,8 @@ def _lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
     while line := stream.readline(LONGEST_LINE):
         number += 1
         if len(line) == LONGEST_LINE:
-            need = f"rows of at most {LONGEST_LINE >> 20} MB"
             place = line_place(path, number)
-            raise InputError(place, got="a longer row", need=need, fix="split the row")
+            raise InputError.of(rules.LONG_ROW, place, most=LONGEST_LINE >> 20)
         yield number, line
 
 
@@ -266,19 +258,15 @@ def _parsed(path: Path, stream: BinaryIO) -> object:
     """Return the content of a JSON file that is not JSON lines."""
     text = stream.read(LARGEST_LIST + 1)
     if len(text) > LARGEST_LIST:
-        need = f"a JSON list of at most {LARGEST_LIST >> 20} MB"
-        raise InputError(str(path), got="a larger file", need=need, fix="write JSON lines")
+        raise InputError.of(rules.LONG_LIST, str(path), most=LARGEST_LIST >> 20)
     try:
         return json.loads(text, parse_int=parsed_number)
     except UnicodeDecodeError as error:
         raise encoding_error(str(path), error) from None
     except (ValueError, RecursionError) as error:
-        need = "a JSON list of objects, or JSON lines"
         line = error.lineno if isinstance(error, json.JSONDecodeError) else None
         place = str(path) if line is None else line_place(path, line)
-        raise InputError(
-            place, got=json_problem(error), need=need, fix="correct the file"
-        ) from None
+        raise InputError.of(rules.JSON, place, reason=json_problem(error)) from None
 
 
 def _rows_of_list(path: Path, items: object) -> Iterator[RawRow]:
@@ -337,10 +325,9 @@ def _rows_of_parquet(path: Path) -> Iterator[RawRow]:
                     number += 1
                     yield RawRow(place=f"{path}: row {number}", number=number, content=record)
     except (pyarrow.ArrowException, OSError) as error:
-        need = "a valid parquet file"
-        raise InputError(
-            str(path), got=first_line(error), need=need, fix="check the file"
-        ) from None
+        what = "a valid parquet file"
+        reason = first_line(error)
+        raise InputError.of(rules.TABLE, str(path), reason=reason, what=what) from None
 
 
 def _rows_of_table(path: Path, suffix: str) -> Iterator[RawRow]:
@@ -395,8 +382,8 @@ def rows_of_batches(
 
 
 def _unreadable(path: Path, error: Exception, what: str) -> InputError:
-    need = f"{what} that the package `datasets` can read"
-    return InputError(str(path), got=first_line(error), need=need, fix="check the file")
+    what = f"{what} that the package `datasets` can read"
+    return InputError.of(rules.TABLE, str(path), reason=first_line(error), what=what)
 
 
 def content_of(raw: RawRow) -> object:

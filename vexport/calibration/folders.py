@@ -24,6 +24,7 @@ from vexport.files import read_json_object
 from vexport.foreign import parsed_number
 from vexport.records import CalibrationData
 from vexport.records.values import join_limited, plural
+from vexport.rules import calibration as rules
 
 # First words of the names of documents in a folder that has only prose.
 _DOCUMENTS = ("readme", "license", "licence", "copying", "notice")
@@ -70,9 +71,7 @@ def read_folder(folder: Path, split: str | None, column: str | None = None) -> F
         return _saved_folder(folder)
     found = [path for path in sorted(folder.rglob("*")) if _may_be_data(path, folder)]
     if not found:
-        need = f"files that end in {', '.join(SUFFIXES)}"
-        got = "a folder without data files"
-        raise InputError(str(folder), got=got, need=need, fix="check the path")
+        raise InputError.of(rules.EMPTY_FOLDER, str(folder), suffixes=", ".join(SUFFIXES))
     files = _of_split(_without_documents(found, column), folder, split)
     others = [path for path in found if path not in files]
     return Folder(files=tuple(files), others=tuple(others))
@@ -89,8 +88,7 @@ def require_data(data: CalibrationData) -> None:
         return
     path = parsed.path
     if not path.exists():
-        need = "a file, a folder, a data set on the hub (ORG/NAME), or default"
-        raise InputError(name, got="no such file", need=need, fix="check the path")
+        raise InputError.of(rules.NO_DATA, name)
     if path.is_dir():
         read_folder(path, data.split, data.column)
     else:
@@ -171,9 +169,7 @@ def _of_split(files: Sequence[Path], folder: Path, split: str | None) -> Sequenc
     if split is not None:
         chosen = [path for path in files if names_split(names[path], split)]
         if not chosen:
-            got = f"no file of the split {split}"
-            need = f"a file or folder with {split} in its name"
-            raise InputError(str(folder), got=got, need=need, fix="correct calibration.split")
+            raise InputError.of(rules.SPLIT_OF_FOLDER, str(folder), split=split)
         return chosen
     if not any(names_split(name, "train") for name in names.values()):
         return files
@@ -189,7 +185,11 @@ def _saved_splits(folder: Path) -> Sequence[str]:
     names = splits if isinstance(splits, list) else []
     plain = [name for name in names if isinstance(name, str) and _is_inside(name)]
     if not plain or len(plain) < len(names):
-        raise _not_saved(folder / SAVED_SPLITS, "splits that are not folders beside this file")
+        raise InputError.of(
+            rules.SAVED,
+            str(folder / SAVED_SPLITS),
+            found="splits that are not folders beside this file",
+        )
     return plain
 
 
@@ -203,15 +203,12 @@ def _saved_folder(folder: Path) -> Folder:
     ]
     files = [folder / name for name in names if isinstance(name, str) and _is_inside(name)]
     if not files or len(files) < len(names):
-        raise _not_saved(folder / SAVED, "data files that are not in its folder")
+        raise InputError.of(
+            rules.SAVED, str(folder / SAVED), found="data files that are not in its folder"
+        )
     return Folder(files=tuple(files), saved=folder)
 
 
 def _is_inside(name: str) -> bool:
     path = PurePosixPath(name.replace("\\", "/"))
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
-
-
-def _not_saved(file: Path, got: str) -> InputError:
-    need = "a data set as `datasets.save_to_disk` writes it"
-    return InputError(str(file), got=got, need=need, fix="save the data set again")

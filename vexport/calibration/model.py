@@ -13,6 +13,7 @@ import transformers
 
 from vexport.errors import InputError, first_line
 from vexport.errors.extras import mismatch_of
+from vexport.rules import calibration as rules
 
 
 def build_on_meta(
@@ -35,17 +36,10 @@ def build_on_meta(
     except Exception as error:  # the model's code may raise any error
         if isinstance(error, MemoryError | ImportError) or mismatch_of(error):
             raise
-        needs_code = not trust_remote_code and "trust_remote_code" in str(error)
-        raise InputError(
-            str(root / "config.json"),
-            got="a model that needs Python code from the checkpoint"
-            if needs_code
-            else f"a model that transformers refuses ({first_line(error)})",
-            need="a model that transformers can build for calibration",
-            fix="review the code, then add --trust-remote-code"
-            if needs_code
-            else "correct config.json, or use a scheme that needs no text, with --rounding nearest",
-        ) from error
+        where = str(root / "config.json")
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise InputError.of(rules.MODEL_CODE, where) from error
+        raise InputError.of(rules.MODEL, where, reason=first_line(error)) from error
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
@@ -101,12 +95,7 @@ def decoder_layers(model: transformers.PreTrainedModel) -> tuple[str, torch.nn.M
         if isinstance(module, torch.nn.ModuleList) and module in within
     }
     if not lists:
-        raise InputError(
-            type(model).__name__,
-            got="no list of layers",
-            need="a decoder-only model",
-            fix="use a scheme that needs no text, with --rounding nearest",
-        )
+        raise InputError.of(rules.DECODER, type(model).__name__)
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in lists.items()}
     name = max(sizes, key=lambda key: sizes[key])
     return name, lists[name]
@@ -141,12 +130,8 @@ def require_device(name: str) -> None:
     try:
         torch.empty(1, device=name).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(
-            f"device {name!r}",
-            got=f"a device that cannot be used ({first_line(error)})",
-            need="a device that this version of torch supports, such as cpu or cuda:0",
-            fix="use another device, or install the build of torch for it",
-        ) from None
+        place, reason = f"device {name!r}", first_line(error)
+        raise InputError.of(rules.DEVICE, place, reason=reason) from None
 
 
 # Hidden states beyond this many bytes go to memory-mapped temporary files.

@@ -12,6 +12,7 @@ import torch
 
 from vexport.errors import CheckpointFailed
 from vexport.observers import Observer, ObserverArgs, fit_global_scale
+from vexport.rules import calibration as rules
 
 # The attribute of a scheme that holds the quantization arguments for each base name.
 ARGUMENTS: Mapping[str, str] = {
@@ -217,17 +218,11 @@ def _observe_value(module: torch.nn.Module, base_name: str, value: object) -> No
 
 def _require_statistics(module: torch.nn.Module, base_name: str, observer: Observer) -> None:
     """Raise CheckpointFailed if an observer saw nothing, or values that are not finite."""
+    where = f"{_describe(module)}: {base_name}"
     if not observer.has_statistics:
-        got = f"{observer.tokens} tokens in calibration"
-        need = "at least one observation for its static scale"
-        fix = "add samples that reach this module, or keep it unquantized"
-    elif not all(bool(torch.isfinite(end)) for end in observer.extremes()):
-        got = "values that are not finite"
-        need = "finite values for its scale"
-        fix = "find the layer and the sample that produce them, or keep this module unquantized"
-    else:
-        return
-    raise CheckpointFailed(f"{_describe(module)}: {base_name}", got=got, need=need, fix=fix)
+        raise CheckpointFailed.of(rules.NOT_OBSERVED, where, tokens=observer.tokens)
+    if not all(bool(torch.isfinite(end)) for end in observer.extremes()):
+        raise CheckpointFailed.of(rules.NOT_FINITE_MODULE, where)
 
 
 def _fit_once(observer: Observer) -> None:

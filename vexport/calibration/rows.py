@@ -51,12 +51,6 @@ _SYSTEM = ("system", "system_prompt")
 MASK = "attention_mask"
 # Keys under which logs of OpenAI's API store the request.
 _REQUESTS = ("body", "request", "kwargs")
-SUPPORTED_ROW_FORMS = (
-    "a row with text, messages or conversations (and tools), input_ids, or a pair such as prompt "
-    "and completion, instruction and output, query and response, or question and answer"
-)
-FIX_COLUMN = "name the column of the text or conversation (DATA:COLUMN), or correct the row"
-FIX_ROW = "correct or remove the row"
 # Speakers as ShareGPT, other data sets and other APIs name them, with their roles in OpenAI's API.
 _SPEAKERS = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),

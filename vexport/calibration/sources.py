@@ -22,6 +22,7 @@ from vexport.errors.extras import require_extra
 from vexport.files import require_fetched
 from vexport.names import HubName
 from vexport.records import CalibrationData
+from vexport.rules import calibration as rules
 
 if TYPE_CHECKING:
     pass
@@ -127,10 +128,4 @@ def _first_split(path: str, subset: str | None, revision: str | None) -> str:
 
 
 def _dataset_error(error: Exception, name: DataName) -> InputError:
-    return InputError(
-        f"dataset {name.hub}",
-        got=first_line(error),
-        need="a dataset that the package `datasets` can read, and an existing split and subset",
-        fix="give the split as ORG/NAME:SPLIT:COLUMN, and the subset as calibration.subset in a "
-        "scenario",
-    )
+    return InputError.of(rules.DATASET, f"dataset {name.hub}", reason=first_line(error))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from vexport.checkpoint.source import COMPRESSED, SUFFIXES
 from vexport.errors import InputError
+from vexport.rules import calibration as rules
 
 # Formats of prose. In a folder with files in other formats, they are documents about the data.
 TEXT = (".txt", ".md")
@@ -35,8 +36,7 @@ def require_file(path: Path) -> None:
     These can be read only once, and may never end.
     """
     if path.exists() and not path.is_file():
-        fix = "write the text to a file"
-        raise InputError(str(path), got="a pipe or a device", need="a file or a folder", fix=fix)
+        raise InputError.of(rules.PIPE, str(path))
 
 
 def choose_split(names: Iterable[str], wanted: str | None, where: str) -> str:
@@ -48,9 +48,7 @@ def choose_split(names: Iterable[str], wanted: str | None, where: str) -> str:
     if wanted is None:
         return min(known, key=lambda name: (name != "train", not name.startswith("train")))
     if wanted not in known:
-        got = f"no split {wanted}"
-        need = f"one of its splits: {', '.join(known)}"
-        raise InputError(where, got=got, need=need, fix="correct calibration.split")
+        raise InputError.of(rules.SPLIT, where, split=wanted, known=", ".join(known))
     return wanted
 
 

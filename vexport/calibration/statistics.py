@@ -44,6 +44,7 @@ from vexport.records import (
     silent,
 )
 from vexport.records.calibration import CALIBRATE
+from vexport.rules import calibration as rules
 
 DEFAULT_INPUT_OBSERVER = "static_minmax"
 # Observers that need only the minimum and the maximum of each observed tensor.
@@ -201,13 +202,7 @@ def encode_channels(values: torch.Tensor) -> str:
 
 def _require_tokens(name: str, tokens: int, *, purpose: str, alternative: str) -> None:
     if not tokens:
-        raise CheckpointFailed(
-            name,
-            got="0 tokens in calibration",
-            need=f"at least 1 token for {purpose}",
-            fix="add samples that reach this layer (for an expert, --calibrate-all-experts), or "
-            f"use {alternative}",
-        )
+        raise CheckpointFailed.of(rules.NO_TOKENS, name, purpose=purpose, alternative=alternative)
 
 
 def calibrate(
@@ -316,20 +311,10 @@ class StatisticsWatcher:
 def _require_reachable(inputs: GroupInputs) -> None:
     """Raise InputError if the input of a group cannot be observed."""
     for name, reason in inputs.unreachable.items():
-        raise InputError(
-            name,
-            got=reason,
-            need="a layer with an input that vexport can observe",
-            fix="use a scheme, rounding and observer without calibration for this layer",
-        )
+        raise InputError.of(rules.UNREACHABLE, name, reason=reason)
 
 
 def require_observed_cache(index: SourceIndex, ranges: Mapping[str, object]) -> None:
     """Raise InputError if no keys and values were observed."""
     if not ranges:
-        raise InputError(
-            f"{index.root}: KV cache",
-            got="no attention layer that calls transformers' attention interface",
-            need="such a layer, to observe keys and values",
-            fix="leave the KV cache unquantized",
-        )
+        raise InputError.of(rules.KV_CACHE, f"{index.root}: KV cache")

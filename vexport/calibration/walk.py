@@ -32,6 +32,7 @@ from vexport.checkpoint.smoothed import reader_of
 from vexport.errors import CheckpointFailed, VexportError
 from vexport.formats.packing.base import not_finite
 from vexport.records import OnProgress, Smoothing, silent
+from vexport.rules import calibration as rules
 
 
 def is_finite(value: torch.Tensor) -> bool:
@@ -305,12 +306,7 @@ class LayerWalk:
         if watched and watched.startswith(f"{name}."):
             name = watched
             side = "input"
-        return CheckpointFailed(
-            name,
-            got=f"calibration row {self._rows[index]} produces an {side} that is not finite",
-            need="",
-            fix="remove the row, or check the weights of this layer and keep it unquantized",
-        )
+        return CheckpointFailed.of(rules.NOT_FINITE, name, row=self._rows[index], side=side)
 
     def _weight_not_finite(self) -> str | None:
         """Return the stored name of a weight in memory that is not finite, or None."""

@@ -30,8 +30,8 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor
 from vexport.errors import InputError, first_line, raise_all
 from vexport.records import TensorInfo
+from vexport.rules import calibration as rules
 
-REMEDY = "restore the checkpoint, or use a scheme that needs no text, with --rounding nearest"
 # Reads the value of a stored tensor.
 Read = Callable[[TensorInfo], torch.Tensor]
 # Moves a value to a device and converts it to a dtype. The third argument is True if the value is a
@@ -211,12 +211,7 @@ class Weights:
         owners = _owners(module, prefix)
         raise_all(
             [
-                InputError(
-                    f"{self.root}: {name}",
-                    got="no tensor with this name",
-                    need="the weights of the model class",
-                    fix=REMEDY,
-                )
+                InputError.of(rules.NO_WEIGHT, f"{self.root}: {name}")
                 for name, owner in owners.items()
                 if name not in self._recipes and last_part(name) in owner._parameters
             ]
@@ -240,11 +235,9 @@ class Weights:
                     if value.shape != shape:
                         raise ValueError(f"shape {tuple(value.shape)} instead of {tuple(shape)}")
             except (ValueError, RuntimeError) as error:
-                raise InputError(
-                    f"{self.root}: {recipe.stored[0].name}",
-                    got=f"tensors that do not fit {recipe.target} ({first_line(error)})",
-                    need="the number and shapes of tensors that the model class expects",
-                    fix=REMEDY,
+                where, reason = f"{self.root}: {recipe.stored[0].name}", first_line(error)
+                raise InputError.of(
+                    rules.WEIGHT_SHAPE, where, target=recipe.target, reason=reason
                 ) from None
             for name, value in values.items():
                 dtype = self._dtype(name, getattr(owners[name], last_part(name)))
