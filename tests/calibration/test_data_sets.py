@@ -226,7 +226,7 @@ def test_zstd_is_bounded(tmp_path: Path, lines: Path, monkeypatch: pytest.Monkey
     for number, broken in enumerate((whole[:-9], whole[:30] + bytes(20) + whole[50:])):
         path = tmp_path / f"{number}.jsonl.gz"
         path.write_bytes(broken)
-        with assert_raises(InputError, path.name, "a readable file"):
+        with assert_raises(InputError, path.name, "check the path"):
             read(str(path))
 
 

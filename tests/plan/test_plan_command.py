@@ -85,7 +85,7 @@ def test_plan_of_scenario_names_run(narrow: Path, tmp_path: Path) -> None:
     path.write_text(rules + "calibration: {data: x.jsonl, samples: 7, seq_len: 9}\n")
     ran = vexport("plan", path)
     assert f"calibration  {tmp_path}/x.jsonl, at most 7 samples of 9 tokens" in ran.stdout
-    assert f"note: {tmp_path}/x.jsonl: got no such file" in ran.stderr
+    assert f"note: {tmp_path}/x.jsonl: no such file" in ran.stderr
     assert ran.stdout.splitlines()[-1].split(maxsplit=1) == ["next", f"vexport run {path}"]
 
 

@@ -36,7 +36,6 @@ ASSUMED = Rule(
     "architecture/assumed",
     "warning",
     got="no supported text model, so the usual fused layers are assumed ({layers})",
-    need="a nested config with a supported text model",
     do="check the groups of the plan, and load the output in vLLM before you use it",
 )
 BACKEND = Rule(

@@ -6,8 +6,8 @@ NO_LOSSES = Rule(
     "auto/no-losses",
     "warning",
     got="no losses in {folder}, so the plan shows the smallest candidate of each group",
-    need="measured losses in {candidates}, to choose schemes within {kind} {limit:g}",
-    do="measure the losses with `vexport run`",
+    do="measure the losses in {candidates} with `vexport run`, which then chooses within "
+    "{kind} {limit:g}",
 )
 BUDGET = Rule(
     "auto/budget",

@@ -16,8 +16,7 @@ _CODE = "review the code, then add --trust-remote-code"
 # The data.
 NO_DATA = Rule(
     "calibration/no-data",
-    got="no such file",
-    need="a file, a folder, a data set on the hub (ORG/NAME), or default",
+    got="no such file or folder, and no data set on the hub (ORG/NAME)",
     do="check the path",
 )
 EMPTY_FOLDER = Rule(
@@ -28,14 +27,12 @@ EMPTY_FOLDER = Rule(
 )
 SPLIT = Rule(
     "calibration/split",
-    got="the data set has no split {split}",
-    need="one of its splits: {known}",
+    got="no split {split}: its splits are {known}",
     do=_SPLIT,
 )
 SPLIT_OF_FOLDER = Rule(
     "calibration/split-of-folder",
-    got="no file belongs to the split {split}",
-    need="a file or folder with {split} in its name",
+    got="no file of the split {split}: no file or folder has {split} in its name",
     do=_SPLIT,
 )
 SAVED = Rule(
@@ -124,8 +121,8 @@ TURNS = Rule(
 )
 NO_TEXT = Rule(
     "calibration/no-text",
-    got="no row of text: {each} images, video or sound (first: {what!r}, {place})",
-    need="rows of text, because calibration runs only the language model",
+    got="no row of text, and calibration runs only the language model: {each} images, video or "
+    "sound (first: {what!r}, {place})",
     do="add texts or conversations without images, video and sound",
 )
 CHAT_TEMPLATE = Rule(
@@ -137,7 +134,6 @@ CHAT_TEMPLATE = Rule(
 TOKENIZER = Rule(
     "calibration/tokenizer",
     got="no usable tokenizer ({reason})",
-    need="the tokenizer of the model",
     do="add its files, or give calibration rows as input_ids",
 )
 TOKENIZER_CODE = Rule(
@@ -159,7 +155,9 @@ MODEL_CODE = Rule(
     do=_CODE,
 )
 DECODER = Rule(
-    "calibration/decoder", got="no list of layers", need="a decoder-only model", do=_NO_TEXT
+    "calibration/decoder",
+    got="no list of layers, as each decoder-only model has it",
+    do=_NO_TEXT,
 )
 DEVICE = Rule(
     "calibration/device",
@@ -169,8 +167,7 @@ DEVICE = Rule(
 )
 NO_WEIGHT = Rule(
     "calibration/no-weight",
-    got="no tensor with this name",
-    need="the weights of the model class",
+    got="no tensor with this name, which the model class needs",
     do=_CHECKPOINT,
 )
 WEIGHT_SHAPE = Rule(
@@ -202,8 +199,8 @@ UNREACHABLE = Rule(
 )
 KV_CACHE = Rule(
     "calibration/kv-cache",
-    got="no attention layer that calls transformers' attention interface",
-    need="such a layer, to observe keys and values",
+    got="no attention layer calls transformers' attention interface, where keys and values are "
+    "observed",
     do="leave the KV cache unquantized",
 )
 NOT_FINITE = Rule(

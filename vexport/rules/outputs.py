@@ -60,14 +60,12 @@ REPLACED_MEANWHILE = Rule(
 )
 NO_MANIFEST = Rule(
     "outputs/no-manifest",
-    got="the folder has no {manifest}",
-    need="this list of vexport's files, before files are removed",
+    got="it has no {manifest}, the list of vexport's files, so none is removed",
     do="move the folder away (mv {path} {path}.old), or choose another folder",
 )
 NO_DIGESTS = Rule(
     "outputs/no-digests",
-    got="it has no {key}",
-    need="the digests of a checkpoint that vexport wrote",
+    got="it has no {key}, as each checkpoint that vexport wrote",
     do="remove --digests, or give a list that sha256sum wrote",
 )
 DIGEST_LIST = Rule(

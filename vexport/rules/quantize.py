@@ -10,7 +10,6 @@ ALREADY_QUANTIZED = Rule(
 )
 NO_CALIBRATION = Rule(
     "quantize/no-calibration",
-    got="no calibration data",
     need="{samples}",
     do="add --calibration DATA (in a scenario `calibration:`); `default` is the text that ships "
     "with vexport",

@@ -17,9 +17,8 @@ NO_LAYER_IGNORED = Rule(
 )
 NO_LAYER = Rule(
     "rules/no-layer",
-    got="no layer of this model matches",
-    need="the name of a linear layer, its last parts, re:REGEX or Linear",
-    do="correct the pattern or remove the rule",
+    got="no matching layer in this model",
+    do="give the name of a linear layer, its last parts, re:REGEX or Linear, or remove the rule",
 )
 PATTERN = Rule("rules/pattern", got="{found}", need="{need}", do="correct the pattern")
 UNTRUSTED_OBSERVER = Rule(
