@@ -259,7 +259,7 @@ def test_compare_with_one_failed_scheme_is_error(tmp_path: Path) -> None:
     )
     ran = vexport("compare", missing, *call, tmp_path / "c")
     assert ran.code == 2
-    assert f"{missing}: got no such folder" in ran.errors[-1]
+    assert f"{missing}: no such folder" in ran.errors[-1]
     foreign = tmp_path / "W4A16"
     foreign.mkdir()
     (foreign / "notes.txt").write_text("mine")

@@ -12,6 +12,7 @@ from pathlib import Path
 from vexport.errors import InputError, require_working_disk
 from vexport.files import digest_bytes, read_json_object
 from vexport.records import Json
+from vexport.rules import checkpoint as rules
 
 DEFAULT = "default"
 """Name of the template that is used if no name is given."""
@@ -73,8 +74,7 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         require_working_disk(error, file)
-        fix = "copy the source's file"
-        raise InputError(str(file), got=str(error), need="a readable template", fix=fix) from None
+        raise InputError.of(rules.TEMPLATE, str(file), reason=str(error)) from None
 
 
 def _templates_by_name(value: Json) -> dict[str, str]:

@@ -19,6 +19,7 @@ from vexport.checkpoint.index import (
 from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.names import HubName
 from vexport.records import OnProgress
+from vexport.rules import checkpoint as rules
 
 # <cache>/models--ORG--NAME/snapshots/COMMIT, the layout of huggingface_hub's cache.
 _SNAPSHOT = re.compile(r"models--(?P<id>.+)/snapshots/(?P<commit>[0-9a-f]{40})$")
@@ -72,12 +73,10 @@ def translate_error(error: BaseException, name: HubName, kind: RepoKind = "model
     Returns InputError if the name or revision is wrong or access is denied, else EnvironmentFault.
     """
     words = " ".join(f"{type(error).__name__}: {error}".split())
-    got = f"it cannot be fetched from the hub: {words}"
+    where = f"{kind} {name}"
     if _is_any(error, _INPUT_ERRORS):
-        fix = "check the name, and set HF_TOKEN if the repository is private"
-        return InputError(f"{kind} {name}", got=got, need="", fix=fix)
-    fix = "check the network, HF_TOKEN and HF_HOME, or download it first with `hf download`"
-    return EnvironmentFault(f"{kind} {name}", got=got, need="", fix=fix)
+        return InputError.of(rules.NOT_ON_HUB, where, reason=words)
+    return EnvironmentFault.of(rules.HUB_UNREACHABLE, where, reason=words)
 
 
 @contextmanager
@@ -197,10 +196,7 @@ def needed_weights(listing: RepoListing, folder: Path) -> list[str]:
     else:
         names = sorted(path for path in paths if path.endswith(".safetensors") and "/" not in path)
     if not names:
-        fix = "choose a repository with safetensors (pickled weights are never loaded)"
-        raise InputError(
-            f"model {listing.name}", got="no safetensors file", need="safetensors weights", fix=fix
-        )
+        raise InputError.of(rules.NO_WEIGHTS_ON_HUB, f"model {listing.name}")
     return names
 
 

@@ -18,7 +18,9 @@ from vexport.errors import InputError, clip, raise_all, require_working_disk
 from vexport.files import digest_bytes, read_json_object, require_fetched, unreadable_kind
 from vexport.records import Json, TensorInfo
 from vexport.records.values import json_type
+from vexport.rules import checkpoint as rules
 from vexport.rules import shards
+from vexport.rules.book import Rule
 
 # Longest header that safetensors accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 100_000_000
@@ -27,7 +29,6 @@ METADATA = "__metadata__"
 FIELDS = ("dtype", "shape", "data_offsets")
 # Limit of Rust, the language of safetensors.
 LARGEST_SIZE = 2**64 - 1
-EXPORT_FILE = "download or export the file again"
 # Escape of a surrogate, half of a character beyond 16 bits.
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # Endings of files that are part of a checkpoint. Pictures, for example, are not.
@@ -57,37 +58,15 @@ LOADED_FILES = re.compile(
 FOREIGN_WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$"
 )
-FIX_GGUF = "use the model that it was converted from, because GGUF weights are already quantized"
-FIX_PICKLE = (
-    'if you trust the files, convert them: python -c "from transformers import '
-    "AutoModelForCausalLM as M; "
-    "M.from_pretrained('{root}').save_pretrained('{root}-safetensors')\""
-)
-# Folders that are not checkpoints: patterns of files in them, the kind of folder, and the remedy.
-# The first match wins.
-OTHER_FOLDERS: Mapping[tuple[str, ...], tuple[str, str]] = {
-    ("adapter_config.json",): (
-        "a LoRA adapter of {base}",
-        "merge it into {base} first (peft's merge_and_unload), and use the folder of the "
-        "merged model",
-    ),
-    ("model_index.json",): (
-        "a Diffusers pipeline",
-        "use the folder of a language model; vLLM does not serve the transformer of a pipeline",
-    ),
-    ("*.gguf",): ("a GGUF file ({file})", FIX_GGUF),
-    ("snapshots/*/config.json", "models--*/snapshots/*/config.json"): (
-        "a folder of the hub's cache",
-        "use the model's hub id, or the folder {parent}",
-    ),
-    ("checkpoint-*/config.json",): (
-        "a folder of a training run",
-        "use one of its checkpoints, such as {parent}",
-    ),
-    ("pytorch_model*.bin", "*.pth", "*.pt", "*.ckpt"): (
-        "only pickled weights ({file})",
-        FIX_PICKLE,
-    ),
+# Folders that are not checkpoints: patterns of files in them, and the rule that names the kind of
+# folder. The first match wins.
+OTHER_FOLDERS: Mapping[tuple[str, ...], Rule] = {
+    ("adapter_config.json",): rules.ADAPTER,
+    ("model_index.json",): rules.DIFFUSERS_PIPELINE,
+    ("*.gguf",): rules.GGUF,
+    ("snapshots/*/config.json", "models--*/snapshots/*/config.json"): rules.HUB_CACHE,
+    ("checkpoint-*/config.json",): rules.TRAINING_RUN,
+    ("pytorch_model*.bin", "*.pth", "*.pt", "*.ckpt"): rules.PICKLED_WEIGHTS,
 }
 
 
@@ -195,8 +174,8 @@ def _require_contiguous(file: Path, tensors: list[TensorInfo], base: int, size: 
         raise _broken(file, f"{size} bytes, but the header describes {position}")
 
 
-def _broken(file: Path, got: str) -> InputError:
-    return InputError(str(file), got=got, need="a complete safetensors file", fix=EXPORT_FILE)
+def _broken(file: Path, reason: str) -> InputError:
+    return InputError.of(rules.BROKEN_WEIGHTS, str(file), reason=reason)
 
 
 class FileStatus(NamedTuple):
@@ -238,12 +217,7 @@ class SourceIndex:
         names = self.config.get("architectures")
         if isinstance(names, list) and names and isinstance(names[0], str):
             return names[0]
-        raise InputError(
-            str(self.root / "config.json"),
-            got="no `architectures`",
-            need="the name of the model class",
-            fix='add the class, such as "architectures": ["LlamaForCausalLM"]',
-        )
+        raise InputError.of(rules.NO_CLASS, str(self.root / "config.json"))
 
 
 def read_index(root: Path) -> SourceIndex:
@@ -384,34 +358,22 @@ def _require_files(root: Path) -> None:
         weights = path.suffix == WEIGHTS_SUFFIX and (indexed is None or path.name in indexed)
         opened = weights or LOADED_FILES.fullmatch(path.name)
         if opened and (kind := unreadable_kind(path)) is not None:
-            problems.append(_unreadable(path, kind))
+            problems.append(InputError.of(rules.UNREADABLE_FILE, str(path), reason=kind))
     raise_all(problems)
 
 
 def require_config(root: Path) -> None:
     """Raise InputError unless `root` is a folder with a config.json."""
+    config = root / "config.json"
     if not root.exists():
-        raise InputError(
-            str(root), got="no such folder", need="a checkpoint folder", fix="check the path"
-        )
+        raise InputError.of(rules.NO_FOLDER, str(root))
     if not root.is_dir():
-        got, fix = "a file", "use the folder that contains the file"
-        if root.suffix == ".gguf":
-            got, fix = "a GGUF file", FIX_GGUF
-        raise InputError(str(root), got=got, need="a checkpoint folder", fix=fix)
-    if (kind := unreadable_kind(root / "config.json")) is not None:
-        raise _unreadable(root / "config.json", kind)
-    if not (root / "config.json").is_file():
-        raise not_a_checkpoint(root) or InputError(
-            str(root),
-            got="no config.json",
-            need="a Hugging Face checkpoint (config.json and safetensors)",
-            fix="check the path, or download the checkpoint again",
-        )
-
-
-def _unreadable(file: Path, kind: str) -> InputError:
-    return InputError(str(file), got=kind, need="a readable file", fix=EXPORT_FILE)
+        rule = rules.GGUF_FILE if root.suffix == ".gguf" else rules.FILE
+        raise InputError.of(rule, str(root))
+    if (kind := unreadable_kind(config)) is not None:
+        raise InputError.of(rules.UNREADABLE_FILE, str(config), reason=kind)
+    if not config.is_file():
+        raise not_a_checkpoint(root) or InputError.of(rules.NO_CONFIG, str(root))
 
 
 def weight_files(root: Path) -> list[Path]:
@@ -429,17 +391,14 @@ def weight_files(root: Path) -> list[Path]:
 
 def _shard_problems(root: Path, name: str) -> Iterator[InputError]:
     file, index = file_inside(root, name), str(root / INDEX_NAME)
+    normal = posixpath.normpath(name)
     if file is None:
-        fix = "discard this checkpoint: its index points outside the folder"
-        need = "a name inside the checkpoint's folder"
-        yield InputError(index, got=f"the file name {name!r}", need=need, fix=fix)
-    elif name != posixpath.normpath(name):
-        need = f"{posixpath.normpath(name)!r}, the spelling that vLLM compares file names with"
-        yield InputError(index, got=f"the file name {name!r}", need=need, fix="recreate the index")
+        yield InputError.of(rules.NAME_OUTSIDE, index, name=name)
+    elif name != normal:
+        yield InputError.of(rules.NAME_SPELLING, index, name=name, normal=normal)
     elif not file.is_file():
-        need = "a shard, because the index lists it"
-        got = unreadable_kind(file) or "no such file"
-        yield InputError(str(file), got=got, need=need, fix="download the shard again")
+        reason = unreadable_kind(file) or "no such file"
+        yield InputError.of(rules.MISSING_SHARD, str(file), reason=reason)
 
 
 def _single_or_all(root: Path) -> list[Path]:
@@ -450,12 +409,7 @@ def _single_or_all(root: Path) -> list[Path]:
     )
     if files:
         return files
-    raise not_a_checkpoint(root) or InputError(
-        str(root),
-        got="no safetensors file",
-        need=f"{SINGLE_NAME} or {INDEX_NAME}",
-        fix="convert the weights to safetensors (pickled weights are never loaded)",
-    )
+    raise not_a_checkpoint(root) or InputError.of(rules.NO_WEIGHTS, str(root))
 
 
 def index_file_names(root: Path) -> list[str]:
@@ -465,12 +419,7 @@ def index_file_names(root: Path) -> list[str]:
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) for name in weight_map.values()
     ):
-        raise InputError(
-            str(path),
-            got="no usable `weight_map`",
-            need="a mapping from tensor names to file names",
-            fix="recreate the index",
-        )
+        raise InputError.of(rules.WEIGHT_MAP, str(path))
     return sorted({str(name) for name in weight_map.values()})
 
 
@@ -488,23 +437,20 @@ def file_inside(root: Path, name: str) -> Path | None:
 
 def not_a_checkpoint(root: Path) -> InputError | None:
     """Return an error that names the kind of a folder, or None if the kind is unknown."""
-    for patterns, (got, fix) in OTHER_FOLDERS.items():
+    for patterns, rule in OTHER_FOLDERS.items():
         file = next((file for pattern in patterns for file in sorted(root.glob(pattern))), None)
         if file is None:
             continue
         base = ""
         if file.name == "adapter_config.json":
             base = str(read_json_object(file).get("base_model_name_or_path") or "its base model")
-        names = {
+        facts = {
             "root": str(root),
-            "file": file.relative_to(root),
-            "parent": file.parent,
+            "file": str(file.relative_to(root)),
+            "parent": str(file.parent),
             "base": base,
         }
-        need = "a checkpoint with safetensors weights"
-        return InputError(
-            str(root), got=got.format_map(names), need=need, fix=fix.format_map(names)
-        )
+        return InputError.of(rule, str(root), **facts)
     return None
 
 

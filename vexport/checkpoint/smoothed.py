@@ -21,13 +21,13 @@ from vexport.checkpoint.reader import Reader
 from vexport.errors import InputError
 from vexport.files import from_json, to_json, write_text
 from vexport.records import Smoothing, TensorInfo
+from vexport.rules import checkpoint as rules
 
 SMOOTHING = "smoothing.json"
 # Channels are scaled by 2^8 at most.
 MAX_EXPONENT = 8
 # Name of a decoder layer, at the start of its tensors' names.
 LAYER = re.compile(r".*?\.\d+\.")
-FIX = "export the checkpoint again"
 # Number of cached tensors. Weights are read in runs of rows, and the first run of a tensor may be
 # read before the last run of the previous tensor.
 MAX_CACHED_TENSORS = 2
@@ -110,9 +110,7 @@ def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
                 exponents = exponents if known is rows else -exponents
                 known.add((layer[0] if layer else "", exponents.tobytes()))
     for place, _ in sorted(rows ^ columns):
-        got = "exponents that no other tensor of the layer undoes"
-        need = "the inverse exponents in another tensor"
-        raise InputError(f"{path}: {place}", got=got, need=need, fix=FIX)
+        raise InputError.of(rules.EXPONENTS_WITHOUT_INVERSE, f"{path}: {place}")
     return smoothing
 
 
@@ -124,12 +122,9 @@ def _exponents(text: str, where: str) -> Exponents:
     try:
         exponents = decode(text)
     except ValueError:
-        got = "text that is not base64"
-        raise InputError(where, got=got, need="exponents in base64", fix=FIX) from None
+        raise InputError.of(rules.EXPONENTS, where) from None
     if (largest := int(np.abs(exponents.astype(np.int32)).max(initial=0))) > MAX_EXPONENT:
-        raise InputError(
-            where, got=f"the exponent {largest}", need=f"at most {MAX_EXPONENT}", fix=FIX
-        )
+        raise InputError.of(rules.LARGE_EXPONENT, where, value=largest, most=MAX_EXPONENT)
     return exponents
 
 
@@ -171,11 +166,12 @@ def _scaled(stored: memoryview, tensor: TensorInfo, smoothing: Smoothing) -> Arr
     The result has the tensor's dtype. BF16 is returned as its bits (uint16).
     """
     if not fits(tensor, smoothing):
-        raise InputError(
+        raise InputError.of(
+            rules.OTHER_SMOOTHED_SOURCE,
             f"{tensor.file}: {tensor.name}",
-            got=f"{tensor.dtype} {list(tensor.shape)}",
-            need=f"a tensor that fits the exponents in the checkpoint's {SMOOTHING}",
-            fix="use the source that the checkpoint was made from",
+            dtype=tensor.dtype,
+            shape=list(tensor.shape),
+            file=SMOOTHING,
         )
     rows, columns = (decode(text).astype(np.int32) for text in (smoothing.rows, smoothing.columns))
     height, width = (*tensor.shape, 1)[:2]

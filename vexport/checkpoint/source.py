@@ -43,6 +43,7 @@ from vexport.names import (
     user_path,
 )
 from vexport.records import OnProgress, silent
+from vexport.rules import checkpoint as rules
 from vexport.version import __version__
 
 DEFAULT = "default"
@@ -108,9 +109,7 @@ def parse_data(name: str) -> DataName:
 
 def not_served_here(server: Server) -> InputError:
     """Return the error for an address in the place of a checkpoint."""
-    need = "a folder or a model of the hub (ORG/NAME)"
-    fix = "download or mount the model to a folder first"
-    return InputError(str(server), got="a URL", need=need, fix=fix)
+    return InputError.of(rules.SERVER, str(server))
 
 
 def resolve_source(ref: ModelRef, on_progress: OnProgress = silent) -> Path:
@@ -168,9 +167,7 @@ def _or_missing_folder(ref: HubName) -> Iterator[None]:
     except EnvironmentFault as fault:
         if not Path(str(ref)).parent.is_dir():
             raise
-        got = f"no such folder, and {fault.got}"
-        need = "a checkpoint folder"
-        raise InputError(str(ref), got=got, need=need, fix="check the path") from fault
+        raise InputError.of(rules.NO_FOLDER_OR_MODEL, str(ref), reason=fault.got) from fault
 
 
 def with_revision(ref: SourceRef, revision: str | None) -> SourceRef:
@@ -183,11 +180,9 @@ def with_revision(ref: SourceRef, revision: str | None) -> SourceRef:
     if isinstance(ref, Server):
         raise not_served_here(ref)
     if isinstance(ref, Folder):
-        got, need = f"the revision {revision!r} of a folder", "a model of the hub (ORG/NAME)"
-        raise InputError(str(ref), got=got, need=need, fix="remove the revision")
+        raise InputError.of(rules.REVISION_OF_FOLDER, str(ref), revision=revision)
     if ref.revision not in (None, revision):
-        got = f"two revisions, {ref.revision!r} and {revision!r}"
-        raise InputError(str(ref), got=got, need="one revision", fix="remove one of them")
+        raise InputError.of(rules.TWO_REVISIONS, str(ref), first=ref.revision, second=revision)
     return HubName(id=ref.id, revision=revision)
 
 
@@ -237,7 +232,7 @@ def _with_model_name(error: InputError, root: Path, name: str) -> InputError:
     where, got, need, fix = (
         text.replace(str(root), name) for text in (error.where, error.got, error.need, error.fix)
     )
-    return InputError(where, got=got, need=need, fix=fix)
+    return InputError(where, got=got, need=need, fix=fix, rule=error.rule)
 
 
 def _write_headers(

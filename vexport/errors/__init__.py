@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from vexport.rules import environment, file
+from vexport.rules import environment, file, internal
 from vexport.rules.book import Rule
 from vexport.words import alternatives as alternatives
 from vexport.words import clip as clip
@@ -138,9 +138,8 @@ class InternalError(VexportError):
 
     def __init__(self, where: str, error: Exception) -> None:
         got = clip(f"{type(error).__name__}: {error}".splitlines()[0], 300)
-        super().__init__(
-            f"internal error in {where}", got=got, need="", fix="rerun with --debug and report it"
-        )
+        rule, place = internal.EXCEPTION, f"internal error in {where}"
+        super().__init__(place, got=got, need="", fix=rule.do, rule=rule.id)
         logging.getLogger(__name__).debug("%s", where, exc_info=error)
 
 
