@@ -11,7 +11,7 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
-from vexport.bus_errors import install_bus_error_handler
+from vexport.bus_errors import watch_for_cuts
 from vexport.checkpoint.dtypes import num_bytes, to_numpy
 from vexport.checkpoint.index import changed_file_error
 from vexport.records import TensorInfo, WeightPart
@@ -161,7 +161,7 @@ class Reader:
     def _map(self, file: Path) -> mmap.mmap:
         with self._opening:
             if file not in self._maps:
-                install_bus_error_handler()
+                watch_for_cuts(file)
                 with file.open("rb") as stream:
                     self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             return self._maps[file]

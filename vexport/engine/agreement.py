@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from vexport.bus_errors import install_bus_error_handler
 from vexport.checkpoint.index import find_quantization
 from vexport.records import Canary, Finding
 from vexport.records.values import plural
@@ -73,7 +72,6 @@ def read_logprobs(path: Path) -> torch.Tensor:
 
     The prompts follow each other along the first dimension.
     """
-    install_bus_error_handler()
     tensors = load_file(path)
     return torch.cat([tensors[f"prompt.{number}"] for number in range(len(tensors))])
 

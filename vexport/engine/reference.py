@@ -30,7 +30,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from vexport.bus_errors import install_bus_error_handler
+from vexport.bus_errors import watch_for_cuts
 from vexport.checkpoint.index import StoredQuantization, find_quantization
 from vexport.checks.vllm.groups import INPUT, OUTPUT
 from vexport.engine.agreement import KL_LIMITS
@@ -237,9 +237,9 @@ def _read_tensors(checkpoint: Path) -> Tensors:
 
     The KV cache of the reference is not quantized.
     """
-    install_bus_error_handler()
     tensors: Tensors = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
+        watch_for_cuts(file)
         tensors |= load_file(file)
     return {name: tensor for name, tensor in tensors.items() if not name.endswith(KV_SCALES)}
 

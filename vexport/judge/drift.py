@@ -14,7 +14,6 @@ from safetensors import safe_open
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from vexport.bus_errors import install_bus_error_handler
 from vexport.files import digest_bytes
 from vexport.inference.answers import ServedSession
 from vexport.numerics.metrics import kl_divergence
@@ -128,7 +127,6 @@ def _rows(
     baseline: ServedSession, candidate: ServedSession
 ) -> Iterator[tuple[Sequence[int], torch.Tensor, torch.Tensor]]:
     """Yield each prompt's tokens and both models' matrices (positions, vocabulary)."""
-    install_bus_error_handler()
     with (
         safe_open(baseline.logprobs_file, framework="pt") as old,
         safe_open(candidate.logprobs_file, framework="pt") as new,

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from vexport.bus_errors import install_bus_error_handler
 from vexport.engine.messages import KL_TOKENS
 from vexport.inference.answers import ServedSession
 from vexport.inference.row_scores import NO_TOKEN
@@ -180,7 +179,6 @@ class _ScoredRow:
 
 @contextmanager
 def _open_tensors(file: Path) -> Iterator[TensorFile]:
-    install_bus_error_handler()
     with safe_open(file, framework="pt") as opened:
         yield opened
 

@@ -7,7 +7,6 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from vexport.bus_errors import install_bus_error_handler
 from vexport.files import atomic_path, from_json, to_json, write_text
 from vexport.formats.packing.base import Array
 from vexport.outputs.manifest import record
@@ -21,7 +20,6 @@ class RoundedLayers(Stored):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = dict[str, Path]()
-        install_bus_error_handler()
         for report in folder.glob("layer-*.json"):
             file = report.with_suffix(".safetensors")
             with safe_open(file, framework="np") as opened:
