@@ -32,7 +32,7 @@ from tests.scores.test_harnesses import FILES, WRITERS, many, scores_of, write_l
 from tests.scores.test_several_files import LOST, RIGHT, write
 from vexport.errors import InputError
 from vexport.files import to_json
-from vexport.inference.tasks import resolve_tasks
+from vexport.inference.tasks import read_tasks
 from vexport.judge.accepting import accept_results
 
 Row = dict[str, Any]
@@ -100,7 +100,7 @@ def lm_eval_results(root: Path) -> None:
 def _run(
     folder: Path, tasks: list[str], wrong: Mapping[str, Sequence[int]], model: str = "adder"
 ) -> None:
-    resolved = resolve_tasks(tasks, folder=folder / "resolved", trust_remote_code=True)
+    resolved = read_tasks(tasks, trust_remote_code=True).write(folder / "resolved")
     runs = {folder / name: ids for name, ids in wrong.items()}
     run_lm_eval(resolved, runs, f"tests.scores.{model}")
     for run in runs:

@@ -20,7 +20,7 @@ from vexport.config_files import load_toml
 from vexport.errors import VexportError
 from vexport.files import from_json
 from vexport.inference.stored_responses import StoredResponses, answer_from_json
-from vexport.inference.tasks import resolve_tasks
+from vexport.inference.tasks import read_tasks
 from vexport.judge.accepted_settings import accepted_settings
 from vexport.judge.accepting import accept_results
 from vexport.judge.verdict import decide
@@ -260,7 +260,7 @@ def files(
         "vexport.json": (model / "vexport.json", lambda: read_scenario(model / "vexport.json")),
         "digests": (model / "vexport.json", lambda: recorded_digests(model)),
         "sums": (root / "sums.txt", lambda: listed_digests(root / "sums.txt")),
-        "task": (task, lambda: resolve_tasks([str(task)], folder=root / "resolved")),
+        "task": (task, lambda: read_tasks([str(task)]).write(root / "resolved")),
         "options": (root / "vexport.toml", options),
         "results": (root / "new" / "results_2026-01-01T00-00-00.000000.json", judge),
         "samples": (root / "new" / "samples_sums_2026-01-01T00-00-00.000000.jsonl", judge),

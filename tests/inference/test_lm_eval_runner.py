@@ -15,7 +15,7 @@ from tests.texts import assert_contains
 from vexport.engine.messages import SessionRequest
 from vexport.engine.session import Worker
 from vexport.inference.repeated import read_repeated
-from vexport.inference.tasks import resolve_tasks
+from vexport.inference.tasks import read_tasks
 from vexport.judge.verdict import decide
 from vexport.records import silent
 from vexport.scenario.evaluate import LmEvalSettings
@@ -80,7 +80,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
     requests = [
         SessionRequest(
             checkpoint=model,
-            tasks=resolve_tasks(given, folder=folder / "resolved" / name),
+            tasks=read_tasks(given).write(folder / "resolved" / name),
             output=folder / name,
             max_model_len=64,
             batch_size=16 if name == "chat" else "auto",

@@ -10,7 +10,7 @@ from tests.texts import assert_raises
 from vexport.engine.messages import SessionRequest
 from vexport.errors import InputError
 from vexport.inference.task_data import found_documents, load_tasks, tasks_as_data
-from vexport.inference.tasks import resolve_tasks, task_files
+from vexport.inference.tasks import read_tasks, task_files
 
 
 def write(path: Path, text: str) -> str:
@@ -20,7 +20,7 @@ def write(path: Path, text: str) -> str:
 
 def test_relative_data_files_become_absolute(tmp_path: Path) -> None:
     sums, *_ = make_tasks(tmp_path / "tasks", 3)
-    (task,) = resolve_tasks([sums], folder=tmp_path / "run")
+    (task,) = read_tasks([sums]).write(tmp_path / "run")
     assert task == str(tmp_path / "run/sums/sums.yaml")
     config = yaml.safe_load(Path(task).read_text())
     assert config["dataset_kwargs"]["data_files"] == {
@@ -38,7 +38,7 @@ def test_documents_next_to_the_yaml_are_found(
     sums, *_ = make_tasks(tmp_path / "tasks", 3)
     task = write(tmp_path / "tasks" / "sums.yaml", SUMS.replace("additions.jsonl", file))
     monkeypatch.chdir(tmp_path)
-    (found,) = resolve_tasks([task], folder=tmp_path / "run")
+    (found,) = read_tasks([task]).write(tmp_path / "run")
     config = yaml.safe_load(Path(found).read_text())
     documents = tmp_path / "tasks" / "additions.jsonl"
     assert config["dataset_kwargs"]["data_files"]["test"] == str(documents)
@@ -55,7 +55,7 @@ def test_documents_in_the_current_folder_are_found(
         tmp_path / "tasks" / "sums.yaml", SUMS.replace("additions.jsonl", "data/additions.jsonl")
     )
     monkeypatch.chdir(tmp_path)
-    (found,) = resolve_tasks([task], folder=tmp_path / "run")
+    (found,) = read_tasks([task]).write(tmp_path / "run")
     config = yaml.safe_load(Path(found).read_text())
     documents = tmp_path / "data" / "additions.jsonl"
     assert config["dataset_kwargs"]["data_files"]["test"] == str(documents)
@@ -65,7 +65,7 @@ def test_missing_documents_are_reported_once(tmp_path: Path) -> None:
     files = "{train: gone.jsonl, test: gone.jsonl}"
     task = write(tmp_path / "sums.yaml", SUMS.replace("{test: additions.jsonl}", files))
     with pytest.raises(InputError) as caught:
-        resolve_tasks([task], folder=tmp_path / "run")
+        read_tasks([task]).write(tmp_path / "run")
     assert str(caught.value).count("gone.jsonl") == 1
 
 
@@ -88,7 +88,7 @@ def test_include_keeps_relative_paths(tmp_path: Path) -> None:
     task = write(
         tmp_path / "other.yaml", "include: base/sums.yaml\ntask: other\ndoc_to_text: '{{a}}'\n"
     )
-    (found,) = resolve_tasks([task], folder=tmp_path / "run")
+    (found,) = read_tasks([task]).write(tmp_path / "run")
     config = yaml.safe_load(Path(found).read_text())
     assert (config["task"], config["doc_to_text"]) == ("other", "{{a}}")
     assert config["dataset_kwargs"]["data_files"]["test"] == str(tmp_path / "base/additions.jsonl")
@@ -97,17 +97,17 @@ def test_include_keeps_relative_paths(tmp_path: Path) -> None:
 def test_python_in_task_is_refused(tmp_path: Path) -> None:
     *_, near = make_tasks(tmp_path / "tasks", 3)
     with assert_raises(InputError, "near.yaml:10:", "!function score.near", "--trust-remote-code"):
-        resolve_tasks([near], folder=tmp_path / "run")
+        read_tasks([near]).write(tmp_path / "run")
 
 
 def test_trusted_function_is_copied_with_module(tmp_path: Path) -> None:
     *_, near = make_tasks(tmp_path / "base", 3)
-    resolve_tasks([near], folder=tmp_path / "run", trust_remote_code=True)
+    read_tasks([near], trust_remote_code=True).write(tmp_path / "run")
     resolved = (tmp_path / "run/near/near.yaml").read_text()
     assert "process_results: !function 'score.near'" in resolved
     assert (tmp_path / "run/near/score.py").is_file()
     task = write(tmp_path / "other.yaml", "include: base/near.yaml\ntask: other\n")
-    resolve_tasks([task], folder=tmp_path / "run", trust_remote_code=True)
+    read_tasks([task], trust_remote_code=True).write(tmp_path / "run")
     assert (tmp_path / "run/other/score.py").is_file()
 
 
@@ -122,7 +122,7 @@ def test_trusted_function_is_copied_with_module(tmp_path: Path) -> None:
         (SUMS.replace("task: sums", "task: ../sums"), r"t\.yaml: task: got \.\./sums"),
         (SUMS.replace("test_split: test\n", ""), r"no key test_split\b.*\bvalidation_split"),
         ("include: t.yaml\n" + SUMS, "got an include of itself"),
-        ("group: all\ntask: [nowhere]\n", r"nowhere\.yaml: got no such file"),
+        ("group: all\ntask: [nowhere]\n", r"nowhere\.yaml: no such file"),
         ("group: all\ntask: []\n", "got no tasks"),
         ("group: ../all\ntask: [sums]\n", r"t\.yaml: group: got '\.\./all'"),
         ("group: all\ntask: [{task: sums}]\n", "got no key dataset_path"),
@@ -135,18 +135,18 @@ def test_trusted_function_is_copied_with_module(tmp_path: Path) -> None:
 def test_broken_task_file_names_place(tmp_path: Path, text: str, message: str) -> None:
     make_tasks(tmp_path, 3)
     with pytest.raises(InputError, match=message):
-        resolve_tasks([write(tmp_path / "t.yaml", text)], folder=tmp_path / "run")
+        read_tasks([write(tmp_path / "t.yaml", text)]).write(tmp_path / "run")
 
 
 def test_task_names(tmp_path: Path) -> None:
     """A name is in lm-eval's registry or in an include path."""
     pytest.importorskip("lm_eval")
     names = ["arc_easy", "mmlu"]
-    assert resolve_tasks(names, folder=tmp_path) == tuple(names)
+    assert read_tasks(names).write(tmp_path) == tuple(names)
     with assert_raises(InputError, "task arc_eazy:", "unknown", "arc_easy"):
-        resolve_tasks(["arc_eazy"], folder=tmp_path)
+        read_tasks(["arc_eazy"]).write(tmp_path)
     make_tasks(tmp_path / "tasks", 3)
-    found = resolve_tasks(["sums"], folder=tmp_path / "run", include_paths=[tmp_path / "tasks"])
+    found = read_tasks(["sums"], include_paths=[tmp_path / "tasks"]).write(tmp_path / "run")
     assert found == ("sums",)
 
 
@@ -179,15 +179,15 @@ def test_metric_with_code_needs_trust(name: str, mark: Path) -> None:
     (mark.parent / "all.yaml").write_text("group: all\ntask: [t]\n")
     for file in ("t.yaml", "all.yaml"):
         with assert_raises(InputError, "Python code", "--trust-remote-code"):
-            resolve_tasks([file], folder=mark.parent / "run")
-        assert resolve_tasks([file], folder=mark.parent / "run", trust_remote_code=True)
+            read_tasks([file]).write(mark.parent / "run")
+        assert read_tasks([file], trust_remote_code=True).write(mark.parent / "run")
 
 
 def test_pickled_documents_are_refused(mark: Path) -> None:
     (mark.parent / "t.yaml").write_text(SUMS.replace("dataset_path: json", "dataset_path: pandas"))
     for trust in (False, True):
         with assert_raises(InputError, "pickled documents", "cannot run code"):
-            resolve_tasks(["t.yaml"], folder=mark.parent / "run", trust_remote_code=trust)
+            read_tasks(["t.yaml"], trust_remote_code=trust).write(mark.parent / "run")
 
 
 def load_untrusted(folder: Path, name: str) -> None:
@@ -216,6 +216,6 @@ def test_python_in_task_folder_needs_trust(through: str, tmp_path: Path) -> None
     (tmp_path / "subject.yaml").write_text("include: near.yaml\ntask: subject\n")
     (tmp_path / "all.yaml").write_text("group: all\ntask:\n  - near\n")
     (tmp_path / "tagged.yaml").write_text("include: subject.yaml\ntask: other\ntag: tagged\n")
-    (task,) = resolve_tasks([through], folder=tmp_path / "run", include_paths=(tmp_path,))
+    (task,) = read_tasks([through], include_paths=(tmp_path,)).write(tmp_path / "run")
     with assert_raises(InputError, "!function score.near", "--trust-remote-code"):
         load_untrusted(tmp_path, task)

@@ -13,7 +13,7 @@ from scipy import stats
 from tests.scores.corpus_tasks import make_corpus_tasks
 from tests.scores.make import results_file, run_lm_eval
 from vexport.errors import InputError
-from vexport.inference.tasks import resolve_tasks
+from vexport.inference.tasks import read_tasks
 from vexport.judge.pairs import TaskPair, gated_tasks
 from vexport.judge.verdict import decide
 from vexport.records import Comparison, TaskVerdict, Verdict
@@ -57,7 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("groups")
     groups = [make_corpus_group(folder, kind, SIZES, f"{kind}_group") for kind in METRICS]
     groups.append(make_corpus_group(folder, "pages", (6,) * MANY, "many_group"))
-    tasks = resolve_tasks(groups, folder=folder / "resolved")
+    tasks = read_tasks(groups).write(folder / "resolved")
     wrong = {folder / "base": (), folder / "worse": tuple(range(0, max(SIZES), 3))}
     run_lm_eval(tasks, wrong, "tests.scores.translator")
     return folder

@@ -14,7 +14,7 @@ from scipy import stats
 from tests.scores.make import edit_results, make_group, run_lm_eval
 from tests.texts import assert_contains, assert_raises
 from vexport.errors import InputError
-from vexport.inference.tasks import resolve_tasks
+from vexport.inference.tasks import read_tasks
 from vexport.judge.pairs import TaskPair, gated_tasks, pool
 from vexport.judge.statistics import (
     bootstrap_interval,
@@ -39,8 +39,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("group")
-    (group,) = resolve_tasks(
-        [make_group(folder / "tasks", SUBJECTS, DOCUMENTS)], folder=folder / "resolved"
+    (group,) = read_tasks([make_group(folder / "tasks", SUBJECTS, DOCUMENTS)]).write(
+        folder / "resolved"
     )
     run_lm_eval([group], {folder / "baseline": [0], folder / "worse": range(5)})
     return folder

@@ -14,7 +14,7 @@ from vexport.engine.messages import SessionRequest
 from vexport.errors import InputError
 from vexport.inference.response_sources import EngineSource
 from vexport.inference.task_data import load_tasks, loaded_metrics, task_manager, tasks_as_data
-from vexport.inference.tasks import DEFAULT_METRICS, TaskMetrics, metrics_in_file, resolve_tasks
+from vexport.inference.tasks import DEFAULT_METRICS, TaskMetrics, read_tasks
 from vexport.judge.task_settings import require_valid_settings
 from vexport.scenario import Evaluate
 
@@ -157,7 +157,7 @@ def test_possible_settings_are_not_refused(
     """The answers decide whether these margins and gates fit."""
     settings = Evaluate(tasks=("t",), margin=margin, gate=gate)
     require_valid_settings(settings, [task])
-    require_valid_settings(settings, None)
+    require_valid_settings(settings, [])
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,12 @@ def test_metrics_of_files_are_lm_evals(corpus: list[str], tmp_path: Path) -> Non
     content.pop("aggregate_metric_list")
     content["group"] = "apart"
     apart.write_text(yaml.safe_dump(content))
-    specs = resolve_tasks([*corpus, str(group), str(apart)], folder=tmp_path / "resolved")
+    prepared = read_tasks([*corpus, str(group), str(apart)])
+    specs = prepared.write(tmp_path / "resolved")
     request = SessionRequest(checkpoint=tmp_path, tasks=specs)
     with tasks_as_data():
         loaded = [*loaded_metrics(load_tasks(request, task_manager(request), specs))]
-    found = [task for spec in specs for task in metrics_in_file(spec)]
+    found = prepared.metrics
     assert [task.name for task in found] == [task.name for task in loaded]
     assert [[*task.metrics] for task in found] == [[*task.metrics] for task in loaded]
     assert {task.name for task in found} >= {"pages", "subjects", "apart::subject0"}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.scores.make import make_tasks, run_lm_eval
-from vexport.inference.tasks import resolve_tasks
+from vexport.inference.tasks import read_tasks
 
 DOCUMENTS = 400
 
@@ -20,8 +20,8 @@ def lm_eval_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("runs")
-    tasks = resolve_tasks(
-        make_tasks(folder / "tasks", DOCUMENTS), folder=folder / "resolved", trust_remote_code=True
+    tasks = read_tasks(make_tasks(folder / "tasks", DOCUMENTS), trust_remote_code=True).write(
+        folder / "resolved"
     )
     wrong = {"baseline": range(5), "doubtful": range(1, 12), "worse": range(3, 60)}
     run_lm_eval(tasks, {folder / name: list(ids) for name, ids in wrong.items()})

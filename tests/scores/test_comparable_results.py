@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.scores.make import make_tasks
 from tests.texts import assert_raises
 from vexport.errors import InputError
-from vexport.inference.tasks import require_generating
+from vexport.inference.options import EngineOptions
+from vexport.inference.requested_tasks import prepare_tasks
+from vexport.records import silent
+from vexport.scenario import Evaluate, Serve
 from vexport.scores.comparable_results import require_comparable_results
 from vexport.scores.table import Row, ScoreTable, TaskTable
 
@@ -58,8 +62,14 @@ def test_mismatched_tasks_are_refused(
 
 
 def test_thinking_needs_generative_tasks(tmp_path: Path) -> None:
-    (tmp_path / "choices.yaml").write_text("task: choices\noutput_type: multiple_choice\n")
-    (tmp_path / "sums.yaml").write_text("task: sums\noutput_type: generate_until\n")
-    require_generating([str(tmp_path / "sums.yaml"), "gsm8k"])
+    sums, choices, _ = make_tasks(tmp_path, 3)
+    options = EngineOptions(
+        serve=Serve(), vllm_python=None, trust_remote_code=False, on_progress=silent
+    )
+    prepare_tasks(
+        Evaluate(tasks=(sums, "gsm8k"), enable_thinking=True, think_end_token="</t>"), options
+    )
     with assert_raises(InputError, "task choices", "enable_thinking", "multiple_choice"):
-        require_generating([str(tmp_path / "sums.yaml"), str(tmp_path / "choices.yaml")])
+        prepare_tasks(
+            Evaluate(tasks=(sums, choices), enable_thinking=True, think_end_token="</t>"), options
+        )

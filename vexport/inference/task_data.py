@@ -41,11 +41,8 @@ from vexport.inference.tasks import (
     NoThinkingError,
     TaskMetrics,
     group_metrics,
-    has_other_metrics,
     is_foreign_code,
     is_local_dataset,
-    metrics_in_file,
-    reads_hub,
     task_folders,
     thinking_error,
 )
@@ -85,18 +82,12 @@ def fetch_task_data(
 ) -> tuple[TaskMetrics, ...]:
     """Download the documents of `request.tasks` into the cache of the lm-eval that will read them.
 
-    Returns the metrics of the tasks. No worker starts if all data are local files and all metrics
-    are standard metrics of lm-eval.
+    Returns the metrics of the tasks.
 
     Raises:
         InputError: a task, its dataset or its metric is wrong.
         EnvironmentFault: the network, a token, the disk or an offline variable prevents a download.
     """
-    in_files = metrics_in_files(request.tasks)
-    if in_files is not None and not any(
-        reads_hub(task) or has_other_metrics(task) for task in request.tasks
-    ):
-        return in_files
     worker = Worker(
         module="vexport.inference.task_data",
         request=request,
@@ -109,13 +100,6 @@ def fetch_task_data(
     fetched = worker.run(on_progress)
     raise_found_problems(fetched.problems)
     return fetched.tasks
-
-
-def metrics_in_files(specs: Sequence[str]) -> tuple[TaskMetrics, ...] | None:
-    """Return the metrics of resolved tasks, or None if a task is given by name."""
-    if not all(Path(spec).is_file() for spec in specs):
-        return None
-    return tuple(task for spec in specs for task in metrics_in_file(spec))
 
 
 class _Bounded(jinja2.Template):

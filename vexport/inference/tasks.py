@@ -90,28 +90,131 @@ class TaskMetrics:
     has_code: bool = False
 
 
-def resolve_tasks(
-    tasks: Sequence[str],
-    *,
-    folder: Path,
-    include_paths: Sequence[Path] = (),
-    trust_remote_code: bool = False,
-) -> tuple[str, ...]:
-    """Return the names and YAML files to pass to lm-eval.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFile:
+    """A task or a group of tasks from a YAML file.
 
-    Files are written to `folder`/<task>/<task>.yaml.
+    `config` has the file's keys, with includes merged and a group's tasks inlined.
+    """
+
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """Return the name of the task or group."""
+        return str(self.config["group" if self._is_group else "task"])
+
+    @property
+    def _is_group(self) -> bool:
+        return isinstance(self.config.get("task"), list)
+
+    @property
+    def _tasks(self) -> list[Config]:
+        """Return the keys of the task, or the keys of each task in the group."""
+        members = self.config["task"] if self._is_group else [{}]
+        assert isinstance(members, list)
+        return [{**self.config, **member} for member in members if isinstance(member, dict)]
+
+    @property
+    def reads_hub(self) -> bool:
+        """Return True if a task has documents outside this machine."""
+        return not all(
+            is_local_dataset(str(config.get("dataset_path")), config.get("dataset_kwargs"))
+            for config in self._tasks
+        )
+
+    @property
+    def has_other_metrics(self) -> bool:
+        """Return True if generated text is scored by a metric that lm-eval may lack."""
+        return any(
+            metric != "exact_match"
+            for config in self._tasks
+            if "process_results" not in config and config.get("output_type") not in METRICS
+            for metric in _listed_metrics(config)
+        )
+
+    @property
+    def metrics(self) -> list[TaskMetrics]:
+        """Return the metrics of the task, the group, or the group's tasks.
+
+        A group counts as one task if lm-eval aggregates it.
+        """
+        tasks = [_task_metrics(config) for config in self._tasks]
+        if not self._is_group:
+            return tasks
+        if self.config.get("aggregate_metric_list"):
+            return [group_metrics(self.name, tasks)]
+        return [replace(task, name=f"{self.name}::{task.name}") for task in tasks]
+
+    @property
+    def thinking_errors(self) -> list[InputError]:
+        """Return an error for each task that scores given texts, for `enable_thinking`."""
+        tasks = [(str(each.get("task")), str(each.get("output_type"))) for each in self._tasks]
+        return [thinking_error(name, kind) for name, kind in tasks if kind in METRICS]
+
+    def write(self, folder: Path) -> str:
+        """Write `folder`/NAME/NAME.yaml and the modules next to it, and return the file's path."""
+        target = folder / self.name / f"{self.name}{GROUP_SUFFIX if self._is_group else '.yaml'}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for module in named_modules(self.config):
+            record(target.parent / module.name)
+            shutil.copy2(module, target.parent / module.name)
+        record(target)
+        text = yaml.dump(self.config, Dumper=TaskDumper, allow_unicode=True, sort_keys=False)
+        write_text(target, text)
+        return str(target)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTasks:
+    """Tasks that can be passed to lm-eval, in the user's order: files, and names as text.
+
+    Only lm-eval knows the keys of a task that is given by name.
+    """
+
+    tasks: tuple[TaskFile | str, ...]
+
+    @property
+    def files(self) -> list[TaskFile]:
+        """Return the tasks and groups from YAML files."""
+        return [task for task in self.tasks if isinstance(task, TaskFile)]
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the tasks and groups."""
+        return [task.name if isinstance(task, TaskFile) else task for task in self.tasks]
+
+    @property
+    def metrics(self) -> list[TaskMetrics]:
+        """Return the metrics of all tasks, or nothing if a task is given by name."""
+        are_files = len(self.files) == len(self.tasks)
+        return [metrics for file in self.files for metrics in file.metrics] if are_files else []
+
+    def write(self, folder: Path) -> tuple[str, ...]:
+        """Return the names and YAML files to pass to lm-eval. The files are below `folder`."""
+        root = folder.resolve()
+        return tuple(
+            task.write(root) if isinstance(task, TaskFile) else task for task in self.tasks
+        )
+
+
+def read_tasks(
+    tasks: Sequence[str], *, include_paths: Sequence[Path] = (), trust_remote_code: bool = False
+) -> PreparedTasks:
+    """Read and check the tasks of the user.
 
     Raises:
         InputError: a file is missing or broken, lacks a key or its data, or has a `!function` tag
             without `trust_remote_code`. A name is not a task of lm-eval, or is given twice. The
             error lists the problems of all tasks.
     """
-    resolved = attempt_all(
-        (task, partial(_resolve, task, folder, include_paths, trust_remote_code)) for task in tasks
+    read = attempt_all(
+        (task, partial(_read, task, include_paths, trust_remote_code)) for task in tasks
     )
     need = "each task name only once"
     fix = "remove one of the tasks, or rename it (key `task`)"
-    names = [name for name, _ in resolved]
+    prepared = PreparedTasks(tasks=tuple(read))
+    names = prepared.names
     raise_all(
         [
             InputError(f"task {task}", got=f"a second task {name}", need=need, fix=fix)
@@ -119,38 +222,7 @@ def resolve_tasks(
             if name in names[:number]
         ]
     )
-    return tuple(spec for _, spec in resolved)
-
-
-def named_in_files(tasks: Sequence[str], *, trust_remote_code: bool) -> dict[str, str]:
-    """Return the names of the tasks and groups in YAML files, by the files' paths.
-
-    Raises InputError for a file that is not the YAML of a task.
-    """
-    names: dict[str, str] = {}
-    for task in tasks:
-        path = Path(task)
-        if path.suffix in (".yaml", ".yml") or path.is_file():
-            config = read_task(path, trust_remote_code)
-            key = "group" if isinstance(config.get("task"), list) else "task"
-            names[task] = str(config.get(key))
-    return names
-
-
-def require_generating(specs: Sequence[str]) -> None:
-    """Raise InputError if a resolved YAML file has a task that scores given texts.
-
-    Such a task generates nothing. Tasks given by name are checked when lm-eval loads them.
-    """
-    files = [Path(spec) for spec in specs if Path(spec).is_file()]
-    configs = [config for file in files for config in _resolved(file)]
-    raise_all(
-        [
-            thinking_error(str(config.get("task")), str(config.get("output_type")))
-            for config in configs
-            if config.get("output_type") in METRICS
-        ]
-    )
+    return prepared
 
 
 class NoThinkingError(InputError):
@@ -167,31 +239,16 @@ def thinking_error(task: str, output_type: str) -> NoThinkingError:
     )
 
 
-def _resolve(
-    task: str, folder: Path, include_paths: Sequence[Path], trust: bool
-) -> tuple[str, str]:
-    """Return a task's name, and the name or file to pass to lm-eval."""
+def _read(task: str, include_paths: Sequence[Path], trust: bool) -> TaskFile | str:
     path = Path(task)
     if path.suffix not in (".yaml", ".yml") and not path.is_file():
         require_known(task, include_paths)
-        return task, task
+        return task
     config = read_task(path, trust)
     if isinstance(config.get("task"), list):
-        config = _inlined(path, config, trust)
-        name = str(config["group"])
-        suffix = GROUP_SUFFIX
-    else:
-        _require_complete(path, config, trust)
-        name = str(config["task"])
-        suffix = ".yaml"
-    target = folder.resolve() / name / f"{name}{suffix}"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for module in named_modules(config):
-        record(target.parent / module.name)
-        shutil.copy2(module, target.parent / module.name)
-    record(target)
-    write_text(target, yaml.dump(config, Dumper=TaskDumper, allow_unicode=True, sort_keys=False))
-    return name, str(target)
+        return TaskFile(config=_inlined(path, config, trust))
+    _require_complete(path, config, trust)
+    return TaskFile(config=config)
 
 
 def _inlined(path: Path, config: Config, trust: bool) -> Config:
@@ -287,37 +344,9 @@ def _unknown_metrics(path: Path, config: Config) -> Iterator[InputError]:
 
 
 def reads_hub(spec: str) -> bool:
-    """Return True if a resolved task, or a task in a group, has documents outside this machine."""
-    return not Path(spec).is_file() or not all(
-        is_local_dataset(str(config.get("dataset_path")), config.get("dataset_kwargs"))
-        for config in _resolved(Path(spec))
-    )
-
-
-def has_other_metrics(spec: str) -> bool:
-    """Return True if a resolved task scores generated text by a metric that lm-eval may lack."""
-    return Path(spec).is_file() and any(
-        metric != "exact_match"
-        for config in _resolved(Path(spec))
-        if "process_results" not in config and config.get("output_type") not in METRICS
-        for metric in _listed_metrics(config)
-    )
-
-
-def metrics_in_file(spec: str) -> list[TaskMetrics]:
-    """Return the metrics of a resolved file: of its task, its group, or the tasks of its group.
-
-    A group counts as one task if lm-eval aggregates it.
-    """
+    """Return True if a task that is passed to lm-eval has documents outside this machine."""
     path = Path(spec)
-    config = parse_task(path, trust=True)
-    tasks = [_task_metrics(each) for each in _resolved(path)]
-    if not isinstance(config.get("task"), list):
-        return tasks
-    group = str(config["group"])
-    if config.get("aggregate_metric_list"):
-        return [group_metrics(group, tasks)]
-    return [replace(task, name=f"{group}::{task.name}") for task in tasks]
+    return not path.is_file() or TaskFile(config=parse_task(path, trust=True)).reads_hub
 
 
 def group_metrics(group: str, tasks: Sequence[TaskMetrics]) -> TaskMetrics:
@@ -345,14 +374,6 @@ def _task_metrics(config: Config) -> TaskMetrics:
         }
     has_code = "process_results" in config or "class" in config
     return TaskMetrics(name=str(config.get("task")), metrics=metrics, has_code=has_code)
-
-
-def _resolved(path: Path) -> list[Config]:
-    """Return the keys of the task in a resolved file, or the keys of each task in a group."""
-    config = parse_task(path, trust=True)
-    members = config["task"] if isinstance(config.get("task"), list) else [config]
-    assert isinstance(members, list)
-    return [{**config, **member} if isinstance(member, dict) else config for member in members]
 
 
 def is_local_dataset(dataset: str, kwargs: object) -> bool:

@@ -5,8 +5,12 @@ decides and whether it is a share. Therefore `decide` checks everything again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
+from vexport.calibration.data import require_rows
 from vexport.errors import InputError, raise_all
+from vexport.inference.options import EngineOptions
+from vexport.inference.requested_tasks import fetch_tasks, prepare_tasks
 from vexport.inference.tasks import TaskMetrics
 from vexport.judge.margin_checks import unknown_names, wrong_kind
 from vexport.judge.pairs import PREFERRED_METRICS, SHARES
@@ -14,22 +18,53 @@ from vexport.records.chosen_metric import parse_chosen_metric
 from vexport.records.margin import EVERY_TASK, Margin, Margins, MarginSetting
 from vexport.scenario import Evaluate
 from vexport.scores.aggregates import WHOLE_CORPUS_AGGREGATIONS
+from vexport.scores.comparable_results import read_comparable, require_comparable_results
 from vexport.scores.metrics import (
     AGGREGATIONS,
     LOG_LIKELIHOODS,
     MEANS,
     is_no_share,
 )
+from vexport.scores.readers.accepted import read_accepted_table
 from vexport.scores.table import ScoreTable
 
 _NOT_SHARES = WHOLE_CORPUS_AGGREGATIONS | LOG_LIKELIHOODS
 
 
-def require_valid_settings(settings: Evaluate, tasks: Sequence[TaskMetrics] | None) -> None:
+def check_tasks(
+    settings: Evaluate,
+    options: EngineOptions,
+    *,
+    downloads: bool,
+    against: Path | None = None,
+    given: Sequence[Path] = (),
+) -> None:
+    """Raise errors, before a model runs, if the tasks or the text cannot be used or compared.
+
+    Margins and gates must fit the tasks. `given` results and the accepted baseline `against` must
+    contain the tasks' documents. With `downloads`, the documents are downloaded into the cache, and
+    lm-eval looks up the metrics of tasks that are given by name.
+    """
+    if text := settings.held_out():
+        require_rows(text)
+    prepared = prepare_tasks(settings, options)
+    exact = [file.name for file in prepared.files]
+    accepted = None if against is None else read_accepted_table(against)
+    for table in (*map(read_comparable, given if prepared.tasks else ()), accepted):
+        if table is not None:
+            require_comparable_results(table, prepared.names, exact, settings.limit)
+    metrics = fetch_tasks(prepared, settings, options) if downloads else prepared.metrics
+    if accepted is None:
+        require_valid_settings(settings, metrics)
+    else:
+        require_valid_against(settings.margin, metrics, accepted)
+
+
+def require_valid_settings(settings: Evaluate, tasks: Sequence[TaskMetrics]) -> None:
     """Raise InputError if a margin or gate certainly does not fit its task, or its task is unknown.
 
-    The error lists the problems of all tasks. `tasks` are all tasks of the evaluation, or None if
-    their metrics are not known yet.
+    The error lists the problems of all tasks. `tasks` are all tasks of the evaluation, or nothing
+    if their metrics are not known yet.
     """
     if not tasks:
         return
@@ -46,19 +81,19 @@ def require_valid_settings(settings: Evaluate, tasks: Sequence[TaskMetrics] | No
 
 
 def require_valid_against(
-    margin: MarginSetting, tasks: Sequence[TaskMetrics] | None, accepted: ScoreTable
+    margin: MarginSetting, tasks: Sequence[TaskMetrics], accepted: ScoreTable
 ) -> None:
     """Raise InputError if a margin or a task does not fit the accepted baseline.
 
     A margin does not fit if it is relative and the accepted metric needs points, or the reverse. A
     task does not fit if it no longer has the accepted metric. The error lists the problems of all
-    tasks. `tasks` are all tasks of the evaluation, or None if their metrics are not known yet.
+    tasks. `tasks` are all tasks of the evaluation, or nothing if their metrics are not known yet.
     """
     margins = Margins.read(margin)
     gates = accepted.gates
     problems = [
         *unknown_names("margin", margins.by_task, [*gates]),
-        *_missing_metrics(tasks or (), accepted),
+        *_missing_metrics(tasks, accepted),
     ]
     for name, gate in gates.items():
         metric = parse_chosen_metric(gate).metric

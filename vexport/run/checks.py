@@ -1,4 +1,4 @@
-"""Check the inputs of a run before a download or an engine."""
+"""Check the inputs of a run before an engine starts."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -9,12 +9,9 @@ from vexport.checkpoint.source import require_source, resolve_source
 from vexport.engine.arguments import require_heads, require_layers
 from vexport.errors.extras import attempt_all
 from vexport.inference.options import EngineOptions
-from vexport.inference.requested_tasks import fetch_tasks, require_tasks
-from vexport.inference.tasks import TaskMetrics
-from vexport.judge.task_settings import require_valid_against, require_valid_settings
-from vexport.names import HubName, ModelRef
+from vexport.judge.task_settings import check_tasks
+from vexport.names import HubName, ModelRef, ResultFiles, Server
 from vexport.scenario import Evaluate, Serve
-from vexport.scores.readers.accepted import read_accepted_table
 
 
 def require_servable(root: Path, serves: Sequence[Serve]) -> None:
@@ -31,20 +28,25 @@ def require_tasks_and_models(
     options: EngineOptions,
     refs: Iterable[ModelRef],
     serves: Sequence[Serve],
-    accepted: Path | None = None,
+    *,
+    downloads: bool,
+    against: Path | None = None,
 ) -> None:
     """Raise InputErrors for tasks and models that cannot be used.
 
-    A margin or gate must fit the tasks, or the file of the accepted baseline. vLLM must be able to
-    serve the models with `serves`. A model on the hub must only exist: its config is downloaded,
-    but not compared with the settings.
+    The tasks are checked by `check_tasks`. vLLM must be able to serve the models with `serves`,
+    except for results. A model on the hub must only exist: its config is downloaded, but not
+    compared with the settings.
     """
-
-    checks: list[tuple[str, Callable[[], None]]] = [
-        ("tasks", lambda: _require_fit(settings, require_tasks(settings, options), accepted))
-    ]
-    for ref in dict.fromkeys(refs):
-        checks.append((str(ref), partial(_require_available, ref, serves)))
+    models = [*dict.fromkeys(refs)]
+    given = [ref.path for ref in models if isinstance(ref, ResultFiles)]
+    tasks = partial(
+        check_tasks, settings, options, downloads=downloads, against=against, given=given
+    )
+    checks: list[tuple[str, Callable[[], None]]] = [("tasks", tasks)]
+    for ref in models:
+        if not isinstance(ref, ResultFiles | Server):
+            checks.append((str(ref), partial(_require_available, ref, serves)))
     attempt_all(checks)
 
 
@@ -53,19 +55,3 @@ def _require_available(ref: ModelRef, serves: Sequence[Serve]) -> None:
         require_source(ref)
     else:
         require_servable(resolve_source(ref), serves)
-
-
-def fetch_valid_tasks(
-    settings: Evaluate, options: EngineOptions, accepted: Path | None = None
-) -> None:
-    """Download the tasks' documents. Raise InputError if a margin or gate does not fit them."""
-    _require_fit(settings, fetch_tasks(settings, options), accepted)
-
-
-def _require_fit(
-    settings: Evaluate, tasks: Sequence[TaskMetrics] | None, accepted: Path | None
-) -> None:
-    if accepted is None:
-        require_valid_settings(settings, tasks)
-    else:
-        require_valid_against(settings.margin, tasks, read_accepted_table(accepted))

@@ -12,7 +12,6 @@ from vexport.engine.arguments import require_arguments
 from vexport.errors import InputError
 from vexport.inference.endpoint.server import require_address
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
-from vexport.inference.tasks import named_in_files
 from vexport.judge.accepted_settings import settings_to_store
 from vexport.judge.accepting import (
     accept_results,
@@ -25,7 +24,7 @@ from vexport.names import AcceptedFile, ModelRef, ResultFiles, Server
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.records import ComparedRun, Verdict
 from vexport.reports.run_record import Report
-from vexport.run.checks import fetch_valid_tasks, require_tasks_and_models
+from vexport.run.checks import require_tasks_and_models
 from vexport.run.comparison import compared_run, mark_smallest
 from vexport.run.directory import KIND, logged_to, opened, portable
 from vexport.run.run import DEFAULT_ATTRIBUTION, AttributionSettings, Run
@@ -46,7 +45,6 @@ from vexport.run.stages.serving import (
     serve_candidate,
 )
 from vexport.scenario import Evaluate
-from vexport.scores.comparable_results import read_comparable, require_comparable_results
 from vexport.scores.inputs import evaluation_inputs, named_model
 from vexport.scores.readers.accepted import read_accepted_table
 
@@ -141,22 +139,25 @@ def _judge_checkpoints(
 ) -> tuple[Run, ...]:
     """Do every unfinished stage up to the verdict, and return a run for each checkpoint."""
     parts = _parts(checkpoints)
-    _require_usable(checkpoints, settings, folder, options, against, accept)
     refs: list[tuple[str, ModelRef, str]] = [
         (CANDIDATE, ref, part) for ref, part in zip(checkpoints, parts, strict=True)
     ]
     reference = settings.baseline if against is None else AcceptedFile.at(against)
     if reference is not None:
         refs.insert(0, (BASELINE, reference, ""))
+    sessions = [
+        folder / role / part / SESSION
+        for role, ref, part in refs
+        if not isinstance(ref, ResultFiles | AcceptedFile)
+    ]
+    downloads = overwrite or not all(session.is_file() for session in sessions)
+    _require_usable(checkpoints, settings, folder, options, against, accept, downloads=downloads)
     # Digests cover the baseline's files. They must not depend on the baseline's name.
     settings = settings.model_copy(update={"baseline": None})
     sides = [find_side(role, ref, settings, options, part) for role, ref, part in refs]
     served = [side for side in sides if side.is_served]
     folders = {side.label: side.prompt_folder for side in served if side.prompt_folder is not None}
     require_separate(_outputs(folder, accept), _named_paths(folders))
-    is_finished = all((folder / side.folder / SESSION).is_file() for side in served)
-    if overwrite or not is_finished:
-        fetch_valid_tasks(settings, options, against)
     preparation = prepare(settings, folders)
     with opened(folder, OUTPUT_DIR, overwrite=overwrite) as directory:
         directory.require_same_number(len(checkpoints))
@@ -250,8 +251,10 @@ def _require_usable(
     options: EngineOptions,
     against: Path | None,
     accept: Path | None,
+    *,
+    downloads: bool,
 ) -> None:
-    """Raise errors for problems that can be found without a download or an engine."""
+    """Raise errors for problems that can be found without an engine."""
     if accept is not None:
         require_writable(accept)
     files = [*_named_paths({"--against": against}), *evaluation_inputs(settings, "--task")]
@@ -262,33 +265,16 @@ def _require_usable(
     for ref in refs:
         if isinstance(ref, Server):
             require_address(ref.url)
-    given = [ref.path for ref in refs if isinstance(ref, ResultFiles)]
-    if settings.text is not None and given:
+    if settings.text is not None and any(isinstance(ref, ResultFiles) for ref in refs):
         got, need = "lm-eval's results", "a checkpoint or an address: both models read the text"
         fix = "give a checkpoint or an address instead of the results, or use --task"
         raise InputError("--text", got=got, need=need, fix=fix)
     require_separate(_outputs(folder, accept), files)
-    if against is not None:
-        given.append(against)
-    _require_comparable(given, settings, options)
     KIND.require_own(folder)
-    if against is not None:
-        read_accepted_table(against)
-    models = [ref for ref in refs if not isinstance(ref, ResultFiles | Server)]
-    require_tasks_and_models(settings, options, models, [options.serve], against)
+    require_tasks_and_models(
+        settings, options, refs, [options.serve], downloads=downloads, against=against
+    )
     require_arguments([options.serve], options.vllm_python)
-
-
-def _require_comparable(given: Sequence[Path], settings: Evaluate, options: EngineOptions) -> None:
-    """Raise InputError if given results or the accepted baseline do not fit the tasks."""
-    if not given or not settings.tasks:
-        return
-    exact = named_in_files(settings.tasks, trust_remote_code=options.trust_remote_code)
-    tasks = [exact.get(task, task) for task in settings.tasks]
-    for path in given:
-        require_comparable_results(
-            read_comparable(path), tasks, list(exact.values()), settings.limit
-        )
 
 
 def _outputs(folder: Path, accept: Path | None) -> list[NamedPath]:

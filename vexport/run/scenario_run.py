@@ -16,15 +16,13 @@ from vexport.files import write_text
 from vexport.formats.schemes import KEEP
 from vexport.inference.endpoint.server import require_address
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
-from vexport.inference.requested_tasks import require_tasks
-from vexport.judge.task_settings import require_valid_settings
+from vexport.judge.task_settings import check_tasks
 from vexport.names import Folder, Server
 from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import NamedPath, require_separate
 from vexport.plan.source import with_default_text
 from vexport.records import ComparedRun
 from vexport.reports.run_record import Report
-from vexport.run.checks import fetch_valid_tasks
 from vexport.run.comparison import compared_run, mark_smallest
 from vexport.run.directory import (
     CHECKPOINT,
@@ -71,7 +69,8 @@ def run_scenario(
     """
     require_separate([NamedPath(label=RUN_DIR, path=folder)], list(scenario_inputs(scenario, file)))
     _require_weights_found(scenario, folder)
-    _require_usable(scenario, options)
+    is_finished = (folder / _SIDE_FOLDERS[CANDIDATE] / SESSION).is_file()
+    _require_usable(scenario, options, downloads=overwrite or not is_finished)
     KIND.require_own(folder)
     with opened(folder, overwrite=overwrite) as directory:
         if baseline_of is not None:
@@ -88,18 +87,12 @@ def run_scenario(
 
 
 def _prepare(maker: Maker) -> Preparation:
-    """Choose the prompts. The checkpoint gets the source's tokenizer and chat template.
-
-    The tasks' documents are downloaded into the cache first, unless the candidate has finished
-    them.
-    """
+    """Choose the prompts. The checkpoint gets the source's tokenizer and chat template."""
     settings = maker.evaluation
     folders = {BASELINE: maker.baseline, "source": maker.index.root}
     if settings.tasks:
         for url in filter(None, (settings.endpoint, settings.baseline_endpoint)):
             require_address(url)
-        if not (maker.folder / _SIDE_FOLDERS[CANDIDATE] / SESSION).is_file():
-            fetch_valid_tasks(settings, maker.options)
     return prepare(settings, folders, maker.texts)
 
 
@@ -160,7 +153,7 @@ def _require_weights_found(scenario: Scenario, folder: Path) -> None:
     attempt_all([(str(model), partial(require_weights_found, model)) for model in models])
 
 
-def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
+def _require_usable(scenario: Scenario, options: EngineOptions, *, downloads: bool) -> None:
     """Raise errors for unusable inputs now, which would otherwise stop the run hours later."""
     if scenario.calibration:
         for data in scenario.calibration.sources():
@@ -169,7 +162,7 @@ def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
     for python in scenario.variants.vllm_python if scenario.variants else ():
         require_vllm(python)
     if scenario.evaluate is not None:
-        require_valid_settings(scenario.evaluate, require_tasks(scenario.evaluate, options))
+        check_tasks(scenario.evaluate, options, downloads=downloads)
     require_source(scenario.source)
     require_arguments([options.serve], options.vllm_python)
     if matrix := _matrix(scenario, options):

@@ -11,7 +11,7 @@ from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.names import Server, SourceRef
 from vexport.outputs.replaceable import NamedPath, require_separate
 from vexport.reports.run_record import Report
-from vexport.run.checks import fetch_valid_tasks, require_servable, require_tasks_and_models
+from vexport.run.checks import require_servable, require_tasks_and_models
 from vexport.run.directory import KIND, RUN_DIR, opened
 from vexport.run.run import Run
 from vexport.run.side import local_side
@@ -52,14 +52,13 @@ def compare_variants(
     """
     matrix = variants.matrix(options.serve, options.vllm_python)
     outputs = [NamedPath(label=RUN_DIR, path=folder)]
-    _require_usable(checkpoint, settings, options, outputs)
+    downloads = overwrite or not any(_sessions(folder))
+    _require_usable(checkpoint, settings, options, outputs, downloads=downloads)
     for python in dict.fromkeys(variant.vllm_python for variant in matrix):
         require_vllm(python)
     root = resolve_source(checkpoint, options.on_progress)
     require_servable(root, [Serve()])
     require_separate(outputs, [NamedPath(label="CHECKPOINT", path=root)])
-    if overwrite or not any(_sessions(folder)):
-        fetch_valid_tasks(settings, options)
     side = local_side(
         CANDIDATE, root, options, name=str(checkpoint), label=CANDIDATE, folder=CANDIDATE
     )
@@ -87,9 +86,14 @@ def _sessions(folder: Path) -> Iterator[Path]:
 
 
 def _require_usable(
-    checkpoint: SourceRef, settings: Evaluate, options: EngineOptions, outputs: list[NamedPath]
+    checkpoint: SourceRef,
+    settings: Evaluate,
+    options: EngineOptions,
+    outputs: list[NamedPath],
+    *,
+    downloads: bool,
 ) -> None:
-    """Raise errors for problems that can be found without a download or an engine."""
+    """Raise errors for problems that can be found without an engine."""
     if isinstance(checkpoint, Server):
         raise InputError(
             str(checkpoint),
@@ -100,4 +104,4 @@ def _require_usable(
     inputs = [NamedPath(label="CHECKPOINT", path=checkpoint.path)]
     require_separate(outputs, [*inputs, *evaluation_inputs(settings, "--task")])
     KIND.require_own(outputs[0].path)
-    require_tasks_and_models(settings, options, [checkpoint], [Serve()])
+    require_tasks_and_models(settings, options, [checkpoint], [Serve()], downloads=downloads)
