@@ -405,7 +405,6 @@ def text_reason(outcome: Outcome, text: TextVerdict) -> Reason:
 
 
 def _other_buckets(text: TextVerdict) -> str:
-    """Return words for the buckets that pass, or for a failure of all buckets."""
     labels = [bucket.label for bucket in text.buckets if bucket.outcome == "PASS"]
     if labels:
         return f"; {' and '.join(labels)} pass"

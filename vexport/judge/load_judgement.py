@@ -86,7 +86,6 @@ def _judge_canaries(
 def _compare_with_reference(
     served: ServedSession, on_progress: OnProgress
 ) -> tuple[LogprobAgreement | None, list[Finding]]:
-    """Compare vLLM's log-probabilities with the reference model's."""
     result = served.result
     if result.logprobs_file is None:
         return None, []

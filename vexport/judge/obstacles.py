@@ -153,7 +153,6 @@ def _likely_cause(worst: TaskPair, is_small: bool, is_templated: bool | None) ->
 
 
 def _cause_of_low_score(is_templated: bool | None) -> str:
-    """Return the likely cause of a baseline that has hardly anything to lose."""
     if is_templated:
         return (
             "that the task is too hard for the model, or does not fit the chat template: choose a "
@@ -168,7 +167,6 @@ def _cause_of_low_score(is_templated: bool | None) -> str:
 
 
 def _amount(pair: TaskPair, loss: float) -> str:
-    """Return a loss with its unit."""
     if pair.unit == "share":
         points = f"{100 * loss + 0.0:.3g}"
         return f"{points} {'point' if points == '1' else 'points'}"

@@ -160,7 +160,6 @@ def tasks_without_loss(path: Path, folder: Path, alpha: float) -> Iterator[str]:
 
 
 def _direction_warnings(verdict: Verdict) -> Iterator[str]:
-    """Yield a warning for every metric that is assumed to be better if it is higher."""
     tasks: dict[str, list[str]] = {}
     for task in verdict.tasks:
         if task.direction_assumed:

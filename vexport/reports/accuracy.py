@@ -133,7 +133,6 @@ def task_table(verdict: Verdict) -> doc.Table:
 
 
 def _more_tasks(verdict: Verdict) -> doc.Paragraph | None:
-    """Return a note if there are more tasks than the tables show, else None."""
     total, shown = len(verdict.tasks), len(shown_tasks(verdict.tasks))
     if total == shown:
         return None
@@ -141,7 +140,6 @@ def _more_tasks(verdict: Verdict) -> doc.Paragraph | None:
 
 
 def _lost_table(verdict: Verdict) -> doc.Section | None:
-    """Return the table of cut, empty and unparsed responses, or None if there are none."""
     rows = [
         row(
             task_title(task),
@@ -241,7 +239,6 @@ def forests(verdict: Verdict) -> Iterator[doc.Forest]:
 
 
 def _reading(verdict: Verdict) -> doc.Details:
-    """Return a folded explanation of the numbers."""
     flips = (
         (
             task_title(task),
@@ -356,7 +353,6 @@ def answers_section(verdict: Verdict | None) -> doc.Section | None:
 
 
 def _flips(task: TaskVerdict, candidate: CandidateKind) -> doc.Details:
-    """Return the flipped answers of a task, losses first."""
     changes = task.changes
     ordered = sorted(changes.flips, key=lambda flip: flip.direction != "right to wrong")[:MAX_FLIPS]
     total = changes.right_to_wrong + changes.wrong_to_right

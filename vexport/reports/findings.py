@@ -274,7 +274,6 @@ def _accuracy_gates(verdict: "Verdict") -> Iterator[Gate]:
 
 
 def _task_message(task: "TaskVerdict") -> str:
-    """Return the difference with its interval and the margin."""
     if task.obstacle is not None and task.outcome == "INCONCLUSIVE":
         return task.obstacle.text
     scale, more = task.scale, f"; {task.obstacle.text}" if task.obstacle else ""
@@ -288,7 +287,6 @@ def _task_message(task: "TaskVerdict") -> str:
 
 
 def _text_message(limit: "TextLimit") -> str:
-    """Return the value and bounds of a measure of the text, and the limit."""
     unit, bound = (
         ("", f"{limit.limit:.0%}") if limit.is_share else (" nats per token", f"{limit.limit:g}")
     )

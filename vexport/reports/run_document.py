@@ -118,7 +118,6 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
 
 
 def _origin(report: Report) -> str:
-    """Return the source, or the checkpoint that was given."""
     if report.made is None:
         return f"checkpoint {report.checkpoint.name}"
     return f"source {report.made.source.name}"
@@ -143,7 +142,6 @@ def _tiles(report: Report) -> tuple[doc.Tile, ...]:
 
 
 def _summary(report: Report, total: str) -> doc.Facts:
-    """Return a line for each important fact, such as size, schemes, format, engine and time."""
     made = report.made
     return facts(
         ("size", size_change(made.plan)) if made else None,
@@ -179,7 +177,6 @@ def _cause(report: Report) -> str:
 
 
 def _size_tile(report: Report) -> doc.Tile | None:
-    """Return the tile with the checkpoint's size, or None without the files of both models."""
     checkpoint = report.checkpoint
     before, after = checkpoint.source_bytes, checkpoint.num_bytes
     parameters = checkpoint.parameters
@@ -236,7 +233,6 @@ def _load_section(report: Report) -> doc.Section | None:
 
 
 def _candidate_kind(report: Report) -> str:
-    """Return the label of the loaded model: `quantized`, `unquantized` or `checkpoint`."""
     if report.verdict is not None and report.verdict.candidate in ("quantized", "unquantized"):
         return report.verdict.candidate
     return "quantized" if report.checkpoint.scheme_names else "checkpoint"
@@ -361,7 +357,6 @@ def _calibration_cell(calibration: CalibrationSummary | None) -> TableCell:
 
 
 def _baseline_cell(report: Report) -> TableCell:
-    """Return the name of the baseline, with the time and digest of an accepted baseline."""
     accepted = report.verdict.accepted if report.verdict is not None else None
     if accepted is None:
         return mono(report.baseline_name)
@@ -371,7 +366,6 @@ def _baseline_cell(report: Report) -> TableCell:
 
 
 def _checkpoint(report: Report) -> str:
-    """Return the name of a given checkpoint, or the folder of the checkpoint that was made."""
     if report.made is None:
         return report.checkpoint.name
     return report.load.checkpoint if report.load else ""
