@@ -76,12 +76,9 @@ class Bench:
         (mutations if record.good in GOOD else method_mutations)(record.good)[record.name](folder)
         forget_digests(folder)
         try:
-            if not (folder / "config.json").exists() or not check_checkpoint(str(folder)).ok:
+            if not (folder / "config.json").exists() or not is_ok(folder):
                 return "fails"
-            if (
-                record.outcome == "alike"
-                or check_checkpoint(str(folder), against=self.source(record.good)).ok
-            ):
+            if record.outcome == "alike" or is_ok(folder, self.source(record.good)):
                 return "passes"
             return "fails with the source"
         finally:
@@ -90,6 +87,13 @@ class Bench:
     def source(self, name: str) -> SourceComparison:
         source = self.root / SOURCE if (self.root / SOURCE).exists() else source_of(self.root, name)
         return source_comparison(source, on_layer=lambda done, total: None)
+
+
+def is_ok(folder: Path, against: SourceComparison | None = None) -> bool:
+    """Return True if a checkpoint passes. Each finding has a rule."""
+    report = check_checkpoint(str(folder), against=against)
+    assert [finding for finding in report.findings if not finding.rule] == []
+    return report.ok
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,6 @@ def _missing_draft_layers(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _compare_with_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
-    """Report missing tensors of the model class, and tensors that the class does not have."""
     unexpected, missing = list(_unexpected_tensors(view, layout)), _missing_tensors(view, layout)
     yield from _untied_head(view)
     for experts in sorted(
@@ -178,7 +177,6 @@ def _missing_findings(
 
 
 def _unexpected_tensors(view: CheckpointView, layout: ModelLayout) -> Iterator[str]:
-    """Yield the tensors that the model class does not have."""
     method = view.quantization.method
     own_scales = tuple(method.cache_scales.values()) if method else ()
     for name in sorted(view.index.tensors.keys() - layout.parameters.keys() - layout.optional):
@@ -192,7 +190,6 @@ def _unexpected_tensors(view: CheckpointView, layout: ModelLayout) -> Iterator[s
 
 
 def _unexpected_finding(view: CheckpointView, layout: ModelLayout, name: str) -> Finding:
-    """Return the finding on a tensor that has no parameter in vLLM."""
     model = view.model.class_name
     # vLLM drops every bias that it does not expect (AutoWeightsLoader, models/utils.py).
     if name.endswith(".bias"):
@@ -221,7 +218,6 @@ def _untied_head(view: CheckpointView) -> Iterator[Finding]:
 def _compare_parameters(
     view: CheckpointView, group: ConfigGroup, layer: StoredLayer
 ) -> Iterator[Finding]:
-    """Report missing and additional tensors of a quantized layer."""
     module, parameters, fused = layer.name, layer.parameters, layer.fused
     shape = view.layers.shape_of(layer)
     names = set(group.parameters(shape)) if shape is not None else {group.storage.weight}
@@ -245,7 +241,6 @@ def _compare_parameters(
 
 
 def _missing_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
-    """Report missing members of a quantized fused layer, such as a `v_proj` of `qkv_proj`."""
     if fused.is_stored_fused or not view.layers.is_quantized(fused):
         return
     for module in part_names(fused.name, view.model.architecture):

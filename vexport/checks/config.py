@@ -253,7 +253,6 @@ def _matrix(view: CheckpointView, transform: OnlineTransform) -> Iterator[Findin
 def _transformed_layer(
     view: CheckpointView, transform: OnlineTransform, fused: FusedLayer
 ) -> Iterator[Finding]:
-    """Report a transform that vLLM cannot apply to a fused layer."""
     rotated = [member for member in fused.members if transform.applies(member)]
     if not rotated:
         return

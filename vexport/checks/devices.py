@@ -88,7 +88,6 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _heads(view: CheckpointView) -> Iterator[Finding]:
-    """Report attention heads that cannot be divided over the ranks."""
     heads = heads_of(view.layers.by_name, view.model.names)
     ranks_of: dict[str, list[int]] = {}
     for ranks in view.target.tp:
@@ -217,7 +216,6 @@ def refuses_scheme(facts: VersionFacts, group: ConfigGroup, sm: int) -> bool:
 
 
 def _needed(running: Sequence[int]) -> str:
-    """Describe the compute capabilities that run a scheme."""
     if not running:
         return "a CPU"
     first, last = running[0], running[-1]

@@ -85,7 +85,6 @@ def _read_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | 
 def _missing_scales(
     view: CheckpointView, scales: Iterable[tuple[str, str, TensorInfo | None]]
 ) -> Iterator[Finding]:
-    """Report layers without a scale of keys or values, although a layer has such a scale."""
     missing: dict[str, list[str]] = {}
     for module, parameter, tensor in scales:
         if tensor is None:
@@ -217,7 +216,6 @@ def _number_of_scales(
 def _values(
     view: CheckpointView, module: str, parameter: str, tensor: TensorInfo
 ) -> Iterator[Finding]:
-    """Yield findings on scales with a wrong dtype, or with invalid or implausible values."""
     values = view.reader.floats(tensor)
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))
     name, dtypes = tensor.name, sorted(FLOAT_SCALES)

@@ -183,7 +183,6 @@ def _kind(view: CheckpointView) -> str:
 def _sizes(
     view: CheckpointView, entry: ClassLayout, config: Mapping[str, Json]
 ) -> Iterator[Finding]:
-    """Report implausible KV heads, an implausible epsilon, and contradictory RoPE settings."""
     place = view.config_path
     heads, keys = config.get("num_attention_heads"), config.get("num_key_value_heads")
     sized = any("num_key_value_heads" in side for row in entry.rows for side in row.shape or ())

@@ -78,7 +78,6 @@ def _quantized(
 def _unusable_tensors(
     view: CheckpointView, group: ConfigGroup, fused: FusedLayer
 ) -> Iterator[Finding]:
-    """Yield findings on tensors of another method that vLLM or other loaders would misread."""
     if view.quantization.method is None:
         return
     from vexport.checks.vllm.quant_methods.base import MethodGroup
@@ -287,7 +286,6 @@ def _compare_widths(
 
 
 def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> Iterator[Finding]:
-    """Report block scales that vLLM refuses at every tensor parallel size."""
     members = (
         view.layers.members_with_sizes(fused, group) if group.weights.block is not None else None
     )

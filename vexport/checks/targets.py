@@ -176,7 +176,6 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _compare_layer(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
-    """Report quantized members without a config group, and unquantized members with a group."""
     group = view.lookup.group_of(fused)
     for module in fused.members:
         stored = quantized_parameters(view.model.modules[module])
@@ -189,7 +188,6 @@ def _compare_layer(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]
 def _quantized_without_group(
     view: CheckpointView, fused: FusedLayer, module: str, stored: Sequence[str]
 ) -> Finding:
-    """Return the finding on a layer with quantized tensors that no config group applies to."""
     key = _skip_key(view)
     if is_head(fused.name):
         return Finding.at(rules.QUANTIZED_HEAD, module, tensors=stored, key=key)
@@ -202,5 +200,4 @@ def _quantized_without_group(
 
 
 def _skip_key(view: CheckpointView) -> str:
-    """Return the config key that lists unquantized layers."""
     return view.quantization.method.skip_key if view.quantization.method is not None else "ignore"

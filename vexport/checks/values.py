@@ -133,14 +133,12 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _prefetch_scales(view: CheckpointView, fused: FusedLayer) -> None:
-    """Start reading the scales of a fused layer's members."""
     view.reader.prefetch(
         layer.parameters[name] for layer, name in _scales_of(view.layers.members(fused))
     )
 
 
 def _scales_of(layers: Sequence[StoredLayer]) -> Iterator[tuple[StoredLayer, str]]:
-    """Yield pairs of a layer and the parameter name of one of its scales."""
     for layer in layers:
         yield from ((layer, name) for name in LAYER_SCALES if name in layer.parameters)
 
@@ -148,7 +146,6 @@ def _scales_of(layers: Sequence[StoredLayer]) -> Iterator[tuple[StoredLayer, str
 def _scale(
     view: CheckpointView, layer: StoredLayer, parameter: str, tensor: TensorInfo
 ) -> Iterator[Finding]:
-    """Yield findings on the values of a scale."""
     if tensor.dtype in ("U8", "F8_E8M0"):
         codes = np.frombuffer(view.reader.raw(tensor), dtype=np.uint8)
         bad = int(np.count_nonzero(codes == E8M0_NAN))
@@ -190,7 +187,6 @@ def _scale(
 def _single_scale_size(
     tensor: TensorInfo, parameter: str, values: npt.NDArray[np.float64]
 ) -> Iterator[Finding]:
-    """Yield findings on the size of a global scale or a static input scale."""
     if parameter.endswith("global_scale"):
         yield from _global_scale_size(tensor, parameter, float(values.max()))
     elif parameter == "input_scale":
@@ -216,7 +212,6 @@ def _may_be_negative(
 
 
 def _zero_scales_are_valid(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> bool:
-    """Return True if every zero scale belongs to weights that are all zero."""
     empty = empty_parts(view, layer, scale)
     return empty is not None and bool(empty[scale_values(view.reader, scale) == 0].all())
 
@@ -418,7 +413,6 @@ def code_range_findings(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _quantized(view: CheckpointView) -> Iterator[tuple[StoredLayer, ConfigGroup]]:
-    """Yield every quantized layer with its config group. Its tensors are released afterwards."""
     for fused in read_ahead(view.model.fused_layers, partial(_prefetch_rows, view)):
         for layer in view.layers.members(fused):
             if layer.group is not None:
@@ -510,7 +504,6 @@ def _rows(view: CheckpointView, tensor: TensorInfo, stored: dict[str, Rows]) -> 
 
 
 def _step(view: CheckpointView, tensor: TensorInfo) -> int:
-    """Return the distance between two examined rows of a tensor."""
     rows = min(max(ROWS_OF_ALL // len(view.model.fused_layers), MIN_ROWS), MAX_ROWS)
     return max(tensor.shape[0] // rows, 1)
 

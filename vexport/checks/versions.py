@@ -64,7 +64,6 @@ def _groups(view: CheckpointView, version: Version) -> Iterator[Finding]:
 
 
 def _has_class(name: str, version: Version) -> bool:
-    """Return True if a version has a class for linear layers."""
     selected = facts_of(version).schemes.get(name, {})
     return name in selected.values()
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from vexport.checkpoint.index import find_quantization
 from vexport.records import Canary, Finding
 from vexport.records.values import plural
+from vexport.rules import canary as rules
 
 # Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16 if
 # activations are not quantized). vLLM and the reference round to bfloat16 in different orders, and
@@ -36,11 +37,6 @@ _LATE_END_TOKENS = 48
 # Texts of SmolLM2-135M do this.
 _LOOP_WORDS, _LOOP_TIMES = 8, 3
 _NON_FINITE = "non-finite log-probabilities"
-_FIX = (
-    "compare the checkpoint with its source (`vexport check --source`), or quantize with a "
-    "finer scheme"
-)
-_FIX_QUANTIZED = "ignore this if the evaluation passes: vLLM agrees with the reference"
 
 
 def kl_limit(checkpoint: Path, cache: str = "auto", input_bits: int | None = None) -> float:
@@ -98,19 +94,26 @@ def canary_findings(
     ]
     broken = baseline is not None and not agrees and 2 * len(degenerate) >= len(canaries)
     weights_cause_it = agrees and baseline is not None
-    return [
-        Finding(
-            check="canary",
-            claim="values",
-            severity="error" if broken or fault == _NON_FINITE else "warning",
-            where=f"greedy continuation {number} of {canary.prompt[:40]!r}",
-            expected="finite numbers, and text in the prompt's language without repetition",
-            got=f"{fault} ({plural(canary.tokens, 'token')}, finish reason "
-            f"{canary.finish_reason}): {canary.text[-80:]!r}",
-            fix=_FIX_QUANTIZED if weights_cause_it and fault != _NON_FINITE else _FIX,
+    found = []
+    for number, canary, fault in degenerate:
+        if broken or fault == _NON_FINITE:
+            rule = rules.DEGENERATE
+        elif weights_cause_it:
+            rule = rules.DEGENERATE_AS_REFERENCE
+        else:
+            rule = rules.DEGENERATE.as_warning
+        where = f"greedy continuation {number} of {canary.prompt[:40]!r}"
+        found.append(
+            Finding.at(
+                rule,
+                where,
+                symptom=fault,
+                tokens=canary.tokens,
+                finish_reason=canary.finish_reason,
+                text=canary.text[-80:],
+            )
         )
-        for number, canary, fault in degenerate
-    ]
+    return found
 
 
 def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:

@@ -116,6 +116,9 @@ def _is_error(finding: Finding) -> bool:
 
 
 def _key(finding: Finding, root: Path) -> tuple[str, str, str]:
-    """Return a key that is equal for the same fault in a checkpoint and its unquantized model."""
+    """Return a key that is equal for the same fault in a checkpoint and its unquantized model.
+
+    Findings of vLLM's loaders have no rule: their words tell faults apart.
+    """
     where = unquantized_names(finding.where.replace(str(root), ""))
-    return finding.check, where, cause(finding.got)
+    return finding.check, where, finding.rule or cause(finding.got)

@@ -43,9 +43,10 @@ from vexport.records import (
     MatrixRow,
     OnProgress,
     RankMemory,
-    Severity,
     silent,
 )
+from vexport.rules import dry_load as rules
+from vexport.rules.book import Rule
 
 CHECK = "dry-load"
 # The cells that must load. all: every cell. any: at least one cell for each tensor parallel size.
@@ -55,35 +56,14 @@ LIMITATIONS = (
     "casts them to another dtype",
     "the kernels are those of vLLM's CUDA wheel and of the packages that it requires",
 )
-_FIX_REFUSAL = "correct the cause that vLLM reports, or serve it on another GPU"
 # Word in messages of vLLM and transformers about a checkpoint that needs remote code.
 TRUST = "trust_remote_code"
-_FAULT_TEXTS: dict[MiscopyKind, tuple[Severity, str, str]] = {
-    "missing": (
-        "error",
-        "a stored value for every element, {}",
-        "add the missing tensor: vLLM would use uninitialized memory",
-    ),
-    "unused": (
-        "warning",
-        "a tensor that vLLM loads into a parameter",
-        "correct the tensor's name, or remove the tensor",
-    ),
-    "cast": (
-        "error",
-        "{}, to which vLLM would cast the values",
-        "store the tensor in this dtype",
-    ),
-    "narrowed": (
-        "error",
-        "{}, because vLLM ignores the rest of the tensor",
-        "store the tensor in the shape that config.json implies",
-    ),
-    "stretched": (
-        "warning",
-        "{}, which vLLM fills by repeating the values",
-        "store the tensor in the shape that config.json implies, unless all its values are equal",
-    ),
+_FAULTS: dict[MiscopyKind, Rule] = {
+    "missing": rules.MISSING,
+    "unused": rules.UNUSED,
+    "cast": rules.CAST,
+    "narrowed": rules.NARROWED,
+    "stretched": rules.STRETCHED,
 }
 # Ampere, Ada, Hopper and Blackwell in data centers. vLLM chooses different kernels for each.
 CAPABILITIES = (80, 89, 90, 100)
@@ -204,12 +184,12 @@ def _group_key(cell: MatrixCell, require: Require) -> tuple[int, int]:
 
 def unused(report: DryLoadReport) -> list[Finding]:
     """Return the findings about stored tensors that vLLM does not use."""
-    return [each for each in report.findings if each.expected == _FAULT_TEXTS["unused"][1]]
+    return [each for each in report.findings if each.rule == rules.UNUSED.id]
 
 
 def is_stretched(finding: Finding) -> bool:
     """Return True if a finding is about a tensor whose values vLLM repeats to fill a parameter."""
-    return finding.check == CHECK and finding.fix == _FAULT_TEXTS["stretched"][2]
+    return finding.rule == rules.STRETCHED.id
 
 
 def _cell(result: CellResult, *, needed: bool = True) -> MatrixCell:
@@ -231,7 +211,7 @@ def _needed(cell: Cell, results: Sequence[CellResult], require: Require) -> bool
 
 
 def _status(layers: Sequence[LayerKind], faults: Sequence[Miscopy]) -> CellStatus:
-    if any(_FAULT_TEXTS[fault.kind][0] == "error" for fault in faults):
+    if any(_FAULTS[fault.kind].severity == "error" for fault in faults):
         return "faulty"
     return "other precision" if any(layer.runs != layer.stored for layer in layers) else "loads"
 
@@ -270,16 +250,13 @@ def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Fin
             reasons[result.outcome, result.where or "checkpoint", result.reason].append(result.cell)
     for (outcome, where, reason), cells in reasons.items():
         needed = any(_needed(cell, results, require) for cell in cells)
-        yield Finding(
-            check=CHECK,
-            claim="refused" if outcome == "refused" else None,
-            severity="error" if needed else "warning",
-            where=_in_cells(where, cells, results),
-            expected="a checkpoint that vLLM loads",
-            got=reason,
-            fix=_FIX_REFUSAL if outcome == "refused" else "load it on a GPU",
+        rule = rules.REFUSED if outcome == "refused" else rules.NOT_SHOWN
+        yield Finding.at(
+            rule if needed else rule.as_warning,
+            _in_cells(where, cells, results),
             tp=tuple(dict.fromkeys(cell.tp for cell in cells)),
             sm=tuple(dict.fromkeys(cell.sm for cell in cells)),
+            reason=reason,
         )
 
 
@@ -296,17 +273,13 @@ def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
     for fault, tried in cells_of.values():
         alike[fault.kind, fault.expected, fault.got, tuple(tried)].append(fault)
     for (*_, cells), (fault, *others) in alike.items():
-        severity, expected, fix = _FAULT_TEXTS[fault.kind]
         more = f" and {len(others):,} more" if others else ""
-        yield Finding(
-            check=CHECK,
-            claim=None if fault.kind == "unused" else "values",
-            severity=severity,
-            where=_in_cells(f"{fault.where}{more}", cells, results),
-            expected=expected.format(fault.expected),
-            got=fault.got,
-            fix=fix,
+        yield Finding.at(
+            _FAULTS[fault.kind],
+            _in_cells(f"{fault.where}{more}", cells, results),
             places=(fault.where, *(each.where for each in others)) if others else (),
+            found=fault.got,
+            expected=fault.expected,
         )
 
 

@@ -149,7 +149,6 @@ def _entry_of(layer: str, name: str, entries: Mapping[str, LayerSettings]) -> La
 
 
 def _is_found_in(pattern: str, name: str) -> bool:
-    """Return True if a pattern matches anywhere in a name."""
     return matches(f"{REGEX}(?s:.*?)(?:{pattern})", name)
 
 

@@ -100,7 +100,6 @@ class Gptq(TransposedIntegers):
     def _order(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
     ) -> Iterator[Finding]:
-        """Report groups that do not consist of consecutive columns."""
         order, codes = stored.get("g_idx"), stored.get("qweight")
         size = args.weights.group
         if order is None or codes is None or size is None or not order.num_bytes:

@@ -205,7 +205,6 @@ def _has_fp8_cache(inner: Mapping[str, Json], *, older: bool) -> bool:
 
 
 def _layers(config: MethodConfig, inner: Mapping[str, Json], keys: str) -> dict[str, str]:
-    """Return the algorithm of each layer of a mixed-precision checkpoint."""
     listed, algos = inner.get("quantized_layers"), dict[str, str]()
     if not isinstance(listed, dict) or not listed:
         key = f"{keys}quantized_layers"
