@@ -113,7 +113,7 @@ def _margins(
         if (task or EVERY_TASK) in margins:
             which = f"task {task}" if task else "all tasks"
             raise click.BadParameter(f"the margin of {which} is given twice.")
-        margins[task or EVERY_TASK] = margin.strip() if parsed.is_relative else parsed.value
+        margins[task or EVERY_TASK] = parsed.setting
     only = margins.get(EVERY_TASK)
     return only if only is not None and len(margins) == 1 else margins or None
 
