@@ -20,6 +20,7 @@ from vexport.records.options import OptionRecord
 from vexport.scenario import (
     Auto,
     Calibration,
+    Check,
     Evaluate,
     Rule,
     Scenario,
@@ -49,6 +50,7 @@ TABLES: Mapping[str, tuple[str, type[BaseModel]]] = {
     "Keys of calibration": ("calibration.", Calibration),
     "Keys of auto": ("auto.", Auto),
     "Keys of sensitivity": ("sensitivity.", Sensitivity),
+    "Keys of check": ("check.", Check),
     "Keys of serve": ("serve.", Serve),
     "Keys of evaluate": ("evaluate.", Evaluate),
     "Keys of variants": ("variants.", Variants),

@@ -22,6 +22,7 @@ from vexport.files import write_text
 from vexport.formats.plan import Plan
 from vexport.inference.options import CANDIDATE, EngineOptions
 from vexport.inference.session_folder import clear_session
+from vexport.names import Folder
 from vexport.outputs.manifest import MANIFEST, record
 from vexport.outputs.replaceable import locked_folder
 from vexport.records import CheckReport, silent
@@ -31,10 +32,10 @@ from vexport.run.run import Run
 from vexport.run.scenario_run import run_scenario
 from vexport.run.side import local_side
 from vexport.run.stages.concluding import STAGES
-from vexport.run.stages.making import MAKING, Maker, check, plan_candidates, quantize
+from vexport.run.stages.making import MAKING, Maker, check, checked, plan_candidates, quantize
 from vexport.run.stages.serving import serve_candidate
 from vexport.run.work import Stage, Work
-from vexport.scenario import Evaluate, Serve, read_scenario
+from vexport.scenario import Check, Evaluate, Serve, base_scenario, read_scenario
 from vexport.scenario.evaluate import JudgementSettings, TransportSettings
 
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"
@@ -249,6 +250,21 @@ def test_changed_checkpoints_are_refused(change: Callable[[Path], object], tmp_p
     change(source)
     with assert_raises(InputError, "another source"):
         RunDirectory(tmp_path / "run").is_done("calibrate", {"source": folder_digest(source)})
+
+
+def test_ignored_rules_do_not_belong_to_the_stored_check(tmp_path: Path, llama: Path) -> None:
+    """Another list of ignored rules needs no new check."""
+    rule = "tokenizer/no-tokenizer"
+    plain = base_scenario(Folder.at(llama), "FP8_DYNAMIC", None)
+    KIND.begin(tmp_path / "run")
+    for ignored in ((), (rule,)):
+        scenario = plain.model_copy(update={"check": Check(ignore_rules=ignored)})
+        maker = Maker(scenario, RunDirectory(tmp_path / "run"), options_of(scenario.serve))
+        maker.do(plan_candidates, *MAKING[: MAKING.index(check) + 1])
+        report = checked(maker)
+        assert rule in {each.rule for each in maker.result(check).findings}
+        assert [each.rule for each in report.ignored] == [*ignored]
+        assert (rule in {each.rule for each in report.findings}) is not bool(ignored)
 
 
 @pytest.mark.vllm

@@ -40,7 +40,8 @@ def render(report: Report) -> str:
     """Return the card. Users copy it into the checkpoint as README.md before they upload it."""
     made = _made(report)
     answer = (
-        f"**{safe(outcome_line(report.outcome, report.device))}**: {safe(report_sentence(report))}"
+        f"**{safe(outcome_line(report.outcome, report.device, ignored=report.ignored))}**: "
+        f"{safe(report_sentence(report))}"
     )
     title = f"# {safe(_model_name(made))}\n\n{safe(size_change(made.plan))}."
     # The version of vLLM that loaded the checkpoint. Readers fill in the checkpoint's name.

@@ -219,7 +219,8 @@ def report_gates(report: "Report") -> tuple[Gate, ...]:
     skipped = NOT_RUN
     if report.outcome == "PASS":
         skipped = _NOT_ASKED if report.given is None else _ONLY_LOADED
-    overall = f"{outcome_line(report.outcome, report.device)}: {report_sentence(report)}"
+    line = outcome_line(report.outcome, report.device, ignored=report.ignored)
+    overall = f"{line}: {report_sentence(report)}"
     evaluated = [Gate(name="evaluate", status="SKIPPED", message=skipped)]
     if report.verdict is not None:
         evaluated = [*_accuracy_gates(report.verdict)]

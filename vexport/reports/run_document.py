@@ -90,6 +90,7 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
         title=report.name,
         status=report.outcome,
         device=report.device,
+        ignored=report.ignored,
         sentence=report_sentence(report),
         warnings=report.verdict.warnings if report.verdict else (),
         subtitle=f"{subject_of(report)}, {created} UTC",

@@ -22,6 +22,7 @@ from vexport.records import (
     Verdict,
 )
 from vexport.records.calibration import RoundingReport
+from vexport.records.gates import ignored_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +157,11 @@ class Report:
         """Return False if the check or a load found a fault of the checkpoint."""
         of_made = (self.made.check, self.made.dry_load) if self.made else ()
         return all(stage is None or stage.ok for stage in (*of_made, self.load))
+
+    @property
+    def ignored(self) -> str:
+        """The number of findings of ignored rules, and the rules: see `ignored_counts`."""
+        return ignored_counts(self.made.check) if self.made else ""
 
     @property
     def device(self) -> str:

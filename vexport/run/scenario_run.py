@@ -8,6 +8,7 @@ from pathlib import Path
 from vexport.calibration.data import require_rows
 from vexport.checkpoint.index import folder_digest, require_weights_found
 from vexport.checkpoint.source import require_source
+from vexport.checks.ignoring import require_ignorable
 from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, VexportError
@@ -155,6 +156,7 @@ def _require_weights_found(scenario: Scenario, folder: Path) -> None:
 
 def _require_usable(scenario: Scenario, options: EngineOptions, *, downloads: bool) -> None:
     """Raise errors for unusable inputs now, which would otherwise stop the run hours later."""
+    require_ignorable(scenario.check.ignore_rules, "check.ignore_rules")
     if scenario.calibration:
         for data in scenario.calibration.sources():
             require_rows(data)

@@ -13,6 +13,6 @@ from vexport.scenario.evaluate import (
 from vexport.scenario.planning import Planning
 from vexport.scenario.reading import base_scenario, is_scenario, problems_at, read_scenario
 from vexport.scenario.rules import AUTO, Auto, IgnoredLayers, Rule, parse_group_size
-from vexport.scenario.scenario import Scenario
+from vexport.scenario.scenario import Check, Scenario
 from vexport.scenario.serve import Serve
 from vexport.scenario.variants import Variant, Variants

@@ -40,6 +40,15 @@ def _check_name(value: str) -> str:
     return value
 
 
+class Check(ScenarioSection):
+    """Settings of the check of the checkpoint that a run makes."""
+
+    ignore_rules: Annotated[
+        tuple[str, ...],
+        Key("IDs of rules whose findings are only listed, such as `config/unquantized`."),
+    ] = ()
+
+
 class Scenario(ScenarioSection):
     """A complete run.
 
@@ -82,6 +91,7 @@ class Scenario(ScenarioSection):
     sensitivity: Annotated[
         Sensitivity | None, Key("Report the loss from quantizing each group of layers.")
     ] = None
+    check: Annotated[Check, Key("Rules of the check that do not count.")] = Check()
     serve: Annotated[
         Serve, Key("Arguments of vLLM, and the GPUs on which the checkpoint must load.")
     ] = Serve()

@@ -29,7 +29,7 @@ def made_checkpoint(maker: Maker) -> MadeCheckpoint:
         plan=maker.result(making.make_plan),
         sizes=size_by_kind(maker.index, maker.result(making.quantize)),
         layers=from_json(LayerErrors, maker.folder / LAYERS).layers,
-        check=maker.result(making.check),
+        check=making.checked(maker),
         dry_load=maker.get(making.dry_load),
         calibration=_calibration_of(maker),
         rounding=rounding_of(maker.folder),

@@ -13,6 +13,7 @@ from vexport.calibration.model import default_device
 from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
 from vexport.checkpoint.source import parse_data, resolve_source
 from vexport.checks import NAMES, SOURCE_FAMILIES, check_checkpoint, header_findings, is_ok
+from vexport.checks.ignoring import without_ignored
 from vexport.checks.shards import VALUES
 from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
@@ -342,6 +343,11 @@ def check(maker: Maker) -> CheckReport:
     return replace(report, ok=is_ok(findings), findings=findings, not_judged=not_judged)
 
 
+def checked(maker: Maker) -> CheckReport:
+    """Return the result of the check without the findings of the scenario's ignored rules."""
+    return without_ignored(maker.result(check), maker.scenario.check.ignore_rules)
+
+
 def _device_inputs(maker: Maker) -> Digests:
     serve = maker.options.serve
     return {
@@ -355,7 +361,7 @@ def _device_inputs(maker: Maker) -> Digests:
     "dry load",
     DryLoadReport,
     file="dry-load.json",
-    when=lambda maker: maker.result(check).ok and bool(maker.options.serve.capabilities),
+    when=lambda maker: checked(maker).ok and bool(maker.options.serve.capabilities),
     digest=_device_inputs,
 )
 def dry_load(maker: Maker) -> DryLoadReport:
