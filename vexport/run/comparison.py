@@ -112,5 +112,4 @@ def reason_of_variants(rows: Sequence[ComparedVariant]) -> str:
 
 
 def _variants_with_reasons(rows: Sequence[ComparedVariant]) -> str:
-    """Return the names of variants with the reasons of their outcomes."""
     return join_limited([f"{row.name}: {row.reason}" for row in rows], "; ", MAX_NAMED)

@@ -183,7 +183,6 @@ def _judge_checkpoints(
 
 
 def _require_loaded(run: Run) -> None:
-    """Raise CheckpointFailed if vLLM refused the checkpoint, after its report is written."""
     candidate = run.get(serve_candidate)
     if candidate is None or candidate.result.failure is None:
         return

@@ -181,7 +181,6 @@ def history_of(results: Sequence[Result]) -> History:
 
 
 def _entries(result: Result) -> Iterator[_Entry]:
-    """Yield the entries of a result: one for each side in each setting."""
     if isinstance(result, AcceptedResult):
         yield _accepted_entry(result)
         return
@@ -375,7 +374,6 @@ def _task_facts(entry: _Entry, task: HistoryTask) -> dict[str, str]:
 
 
 def _changes(old: _Entry, new: _Entry) -> Iterator[Change]:
-    """Yield what changed between two rows: the checkpoint, vLLM, the judgement and settings."""
     before, now = _facts(old), _facts(new)
     for name, value in now.items():
         if value and before.get(name, "") not in ("", value):
@@ -388,7 +386,6 @@ def _changes(old: _Entry, new: _Entry) -> Iterator[Change]:
 
 
 def _loaded_with(report: Report) -> str:
-    """Return the version of vLLM that loaded the checkpoint, or "" if it is unknown."""
     load = report.load
     if load is None:
         return ""

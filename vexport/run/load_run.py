@@ -129,7 +129,6 @@ def _load(load: Load, run_dir: Path | None, *, overwrite: bool) -> LoadReport:
 
 @contextmanager
 def _directory(run_dir: Path | None, *, overwrite: bool) -> Iterator[RunDirectory]:
-    """Yield the run directory, or a directory in a temporary folder if there is none."""
     if run_dir is not None:
         with opened(run_dir, overwrite=overwrite) as directory:
             yield directory

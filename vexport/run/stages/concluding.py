@@ -104,7 +104,6 @@ def conclusion_of_checkpoint(
 
 
 def _gates(run: Run) -> Iterator[tuple[str, Gate]]:
-    """Yield the reports on the checkpoint, in the order in which they were made."""
     if run.made is not None:
         yield "check", run.made.check
         if run.made.dry_load is not None:
@@ -222,7 +221,6 @@ def _baseline(run: Run) -> Baseline | None:
 
 
 def _given_checkpoint(run: Run) -> GivenCheckpoint:
-    """Describe the checkpoint by the headers of its files and of its baseline's files."""
     index = _index_of(run.candidate)
     baseline = _index_of(run.baseline)
     quantization = find_quantization(index.root, index.config) if index else None

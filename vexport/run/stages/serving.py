@@ -54,7 +54,6 @@ def serve_digest(arguments: EngineArguments) -> str:
 
 
 def _session_inputs(run: Run, *, role: str) -> Digests:
-    """Return the digests of a session's inputs, including its model."""
     settings, side = run.evaluation, run.sides[role]
     files = list[Path]()
     for task in settings.tasks:
@@ -84,7 +83,6 @@ def _session_inputs(run: Run, *, role: str) -> Digests:
 
 
 def _questions(run: Run, role: str) -> Questions:
-    """Return all questions for a side of the run."""
     accepted = run.accepted
     return Questions(
         evaluate=run.evaluation,
@@ -246,7 +244,6 @@ def measure_drift(run: Run) -> Drift | None:
 
 
 def _is_compared(run: Run) -> bool:
-    """Return True if the run has both sides' responses, or vLLM refused a given checkpoint."""
     if run.evaluate is None or run.baseline is None:
         return False
     if not run.candidate.is_served:
@@ -287,7 +284,6 @@ def judge(run: Run) -> Verdict | None:
 
 
 def _refused_verdict(run: Run, message: str) -> Verdict:
-    """Return the verdict on a given checkpoint that vLLM refused."""
     reason = Reason.of(rules.REFUSED, message=message)
     return Verdict(
         outcome="FAIL",
@@ -302,7 +298,6 @@ def _refused_verdict(run: Run, message: str) -> Verdict:
 
 
 def _other_warnings(run: Run) -> tuple[str, ...]:
-    """Return warnings about the drift or the text, which are added to the verdict."""
     if run.evaluation.text is None:
         drift = run.get(measure_drift)
         return drift_warnings(drift) if drift else ()
@@ -312,7 +307,6 @@ def _other_warnings(run: Run) -> tuple[str, ...]:
 
 
 def _candidate_kind(side: Side) -> CandidateKind:
-    """Return what the candidate is, for the names of columns in reports."""
     if not side.is_served:
         return "candidate"
     if side.checkpoint is None:

@@ -85,7 +85,6 @@ class VariantResults:
 
 
 def _runs(run: Run) -> list[Run]:
-    """Return a run for each variant except the first."""
     root = run.candidate.checkpoint
     assert root is not None
     baseline, *others = run.variants
@@ -207,14 +206,12 @@ def _pending(runs: Sequence[Run]) -> set[int]:
 
 
 def _kept_refusals(runs: Sequence[Run]) -> dict[int, str]:
-    """Return vLLM's reasons for the variants that it refused in an earlier call, by number."""
     kept = [_kept_refusal(runs[0], BASELINE)]
     kept += [_kept_refusal(run, CANDIDATE) for run in runs]
     return {number: reason for number, reason in enumerate(kept) if reason is not None}
 
 
 def _kept_refusal(run: Run, role: str) -> str | None:
-    """Return vLLM's reason if it refused the same session in an earlier call, else None."""
     file = run.places[role].folder / REFUSAL
     if not file.is_file() or not is_recorded(file):
         return None
@@ -229,14 +226,12 @@ def _keep_refusal(run: Run, role: str, reason: str) -> None:
 
 
 def _inputs(run: Run, role: str) -> Digests:
-    """Return the digests of the inputs of a model's session."""
     digest = _session_of(role).digest
     assert digest is not None
     return digest(run)
 
 
 def _session_of(role: str) -> Stage[ServedSession]:
-    """Return the stage that gets the responses of the model with this role."""
     return serve_baseline if role == BASELINE else serve_candidate
 
 
@@ -367,7 +362,6 @@ def _require_possible(side: Side, problem: VexportError | None) -> None:
 def _row(
     run: Run, variant: Variant, role: str, outcome: VariantOutcome, reason: str
 ) -> ComparedVariant:
-    """Return the row of a variant without its verdict and its measured values."""
     version = installed_text(variant.vllm_python)
     stage = _session_of(role)
     served = run.find(stage)
@@ -386,7 +380,6 @@ def _row(
 def _row_with_verdict(
     run: Run, row: Callable[[VariantOutcome, str], ComparedVariant]
 ) -> ComparedVariant:
-    """Return the row of a variant with its verdict."""
     verdict = run.result(judge)
     tasks = tuple(task.without_flips for task in verdict.tasks)
     return replace(
@@ -398,7 +391,6 @@ def _row_with_verdict(
 
 
 def _can_serve_variants(run: Run) -> bool:
-    """Return True if there are variants, and vLLM did not refuse the checkpoint."""
     served = run.find(serve_candidate)
     is_refused = served is not None and served.result.failure is not None
     return bool(run.variants) and run.is_loadable and not is_refused
