@@ -1,7 +1,7 @@
 """Run `vexport load`: runs that only load given checkpoints, each in a new engine, in sequence."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from vexport.names import Folder, SourceRef
 from vexport.outputs.replaceable import NamedPath, require_separate
 from vexport.records import ENGINE_CHECK, EngineMode, Finding, LoadReport
 from vexport.run.checks import require_servable
-from vexport.run.directory import KIND, RUN_DIR, RunDirectory, logged_to, opened
+from vexport.run.directory import KIND, RUN_DIR, opened
 from vexport.run.run import Run
 from vexport.run.side import local_side
 from vexport.run.stages.concluding import STAGES, STAGES_UP_TO_LOAD
@@ -111,7 +111,9 @@ def _load(load: Load, run_dir: Path | None, *, overwrite: bool) -> LoadReport:
         folder=CANDIDATE,
     )
     try:
-        with _directory(run_dir, overwrite=overwrite) as directory:
+        with ExitStack() as stack:
+            folder = run_dir or stack.enter_context(log_folder("vexport-load-"))
+            directory = stack.enter_context(opened(folder, overwrite=overwrite))
             run = Run(directory, started, [side], name=load.ref.title, evaluate=None)
             run.do(*(STAGES_UP_TO_LOAD if run_dir is None else STAGES))
             report = run.result(load_candidate)
@@ -125,16 +127,6 @@ def _load(load: Load, run_dir: Path | None, *, overwrite: bool) -> LoadReport:
     return replace(
         report, checkpoint=str(load.ref), mode=load.mode, tp=serve.ranks, vllm_python=python
     )
-
-
-@contextmanager
-def _directory(run_dir: Path | None, *, overwrite: bool) -> Iterator[RunDirectory]:
-    if run_dir is not None:
-        with opened(run_dir, overwrite=overwrite) as directory:
-            yield directory
-        return
-    with log_folder("vexport-load-") as folder, logged_to(folder):
-        yield RunDirectory(folder)
 
 
 def _crash_report(fault: VexportError, log_tail: str) -> LoadReport:
