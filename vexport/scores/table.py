@@ -9,8 +9,6 @@ The modules in `readers/` make these tables from the files of lm-eval, lighteval
 lines and accepted baselines, one module for each. What a file does not contain is empty or None in
 its table. An accepted baseline, for example, has no texts. `vexport.judge` pairs the rows of two
 tables by their keys.
-
-This module imports neither numpy nor a reader.
 """
 
 from collections.abc import Collection, Mapping
