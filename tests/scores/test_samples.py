@@ -124,7 +124,7 @@ def rename_task(name: str) -> Damage:
 
 DEEP = b"[" * 100_000
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "empty file": (replace_results(b""), "need valid JSON"),
+    "empty file": (replace_results(b""), "broken JSON (Expecting value)"),
     "deep nesting": (replace_results(DEEP), "broken JSON"),
     "task name with folders": (
         rename_task("../../../etc/passwd"),
