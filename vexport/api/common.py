@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from vexport.errors import InputError, VexportError, shown
+from vexport.errors import InputError, VexportError
 from vexport.names import ModelRef, SourceRef, parse_model, parse_source
+from vexport.rules import usage
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -30,15 +31,14 @@ def parsed(where: str, parse: Callable[[T], R], value: T) -> R:
     try:
         return parse(value)
     except (TypeError, ValueError) as error:
-        raise InputError(where, got=str(error), need="", fix="") from None
+        raise InputError.of(usage.ARGUMENT, where, reason=error) from None
 
 
 def named(where: str, value: object) -> str:
     """Return a name or a path as text. Raises InputError for any other value."""
     name = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     if not isinstance(name, str):
-        need = "a name or a path, as text or a Path"
-        raise InputError(where, got=shown(value, 100), need=need, fix="correct the value")
+        raise InputError.of(usage.NAME, where, value=value)
     return name
 
 

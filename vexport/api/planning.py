@@ -22,6 +22,7 @@ from vexport.plan.source import (
 )
 from vexport.quantize.auto import plan_scenario
 from vexport.records import SchemeTable
+from vexport.rules.usage import ONE_GPU
 from vexport.scenario import Planning, is_scenario, read_scenario
 
 
@@ -79,8 +80,7 @@ def _plan_schemes(source: SourceRef, arguments: SchemesArguments) -> SchemeTable
     gpu = arguments.gpu
     capabilities = () if gpu is None else parsed("plan_schemes: gpu", parse_capabilities, gpu)
     if gpu is not None and len(capabilities) != 1:
-        got = f"{len(capabilities)} compute capabilities"
-        raise InputError("plan_schemes: gpu", got=got, need="one GPU", fix="name one GPU")
+        raise InputError.of(ONE_GPU, "plan_schemes: gpu", count=len(capabilities))
     settings = PlanSettings(ranks=arguments.tp, kv_cache=arguments.kv_cache)
     table = scheme_table(
         with_revision(source, arguments.revision),

@@ -28,6 +28,7 @@ from vexport.records import (
     silent,
 )
 from vexport.records.values import join_limited
+from vexport.rules import conclusion as rules
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -221,10 +222,15 @@ def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
     first, number = errors[0].brief, len(errors)
     if is_shown_to_user():
         counted = "1 error" if number == 1 else f"{number:,} errors, the first"
-        got = f"it fails with {counted} at {first.where} ({first.check}), shown above"
-        raise CheckpointFailed(checkpoint, got=got, need="", fix="")
-    where, fix = f"{checkpoint}: {first.where}", f"{first.fix}{_number_of_others(number)}"
-    raise CheckpointFailed(where, got=first.got, need=first.expected, fix=fix)
+        place = f"{first.where} ({first.rule or first.check})"
+        raise CheckpointFailed.of(rules.FINDINGS, checkpoint, counted=counted, first=place)
+    raise CheckpointFailed(
+        f"{checkpoint}: {first.where}",
+        got=first.got,
+        need=first.expected,
+        fix=f"{first.fix}{_number_of_others(number)}",
+        rule=first.rule,
+    )
 
 
 def require_all_ok(reports: Sequence[CheckReport]) -> None:
@@ -238,7 +244,7 @@ def require_all_ok(reports: Sequence[CheckReport]) -> None:
         number = f"{len(failing):,} of {len(reports):,} checkpoints"
         names = join_limited([report.checkpoint for report in failing], ", ", MOST_NAMES)
         fix = "" if is_shown_to_user() else "see their findings in the output"
-        raise CheckpointFailed(number, got=f"they fail: {names}", need="", fix=fix)
+        raise CheckpointFailed.of(rules.SEVERAL, number, names=names, remedy=fix)
     for report in failing:
         require_ok(report.checkpoint, report.ok, report.findings)
 
@@ -255,9 +261,8 @@ def require_judged(reports: Sequence[CheckReport]) -> None:
     for report in reports:
         if report.not_judged:
             first, more = report.not_judged[0].brief, _number_of_others(len(report.not_judged))
-            got = f"not judged, but --strict requires it: {first.what}{more}: {first.why}"
-            fix = "remove the cause, load it where vLLM runs (`vexport load`), or omit --strict"
-            raise Inconclusive(report.checkpoint, got=got, need="", fix=fix)
+            what = f"{first.what}{more}"
+            raise Inconclusive.of(rules.NOT_JUDGED, report.checkpoint, what=what, why=first.why)
 
 
 def require_no_findings_of(
@@ -271,7 +276,11 @@ def require_no_findings_of(
     for finding in (finding for report in reports for finding in report.findings):
         if finding.check == check:
             raise EnvironmentFault(
-                finding.where, got=finding.got, need=finding.expected, fix=finding.fix
+                finding.where,
+                got=finding.got,
+                need=finding.expected,
+                fix=finding.fix,
+                rule=finding.rule,
             )
 
 
@@ -283,10 +292,7 @@ def require_plan(source: str, plan: "Plan") -> None:
     from vexport.plan.build import require_accepted
 
     if plan.refusals and is_shown_to_user():
-        number = len(plan.refusals)
-        counted = "1 refusal" if number == 1 else f"{number:,} refusals"
-        got = f"vLLM could not run the planned checkpoint: {counted}, shown above"
-        raise InputError(source, got=got, need="", fix="")
+        raise InputError.of(rules.REFUSALS, source, count=len(plan.refusals))
     require_accepted(plan)
 
 
@@ -324,14 +330,14 @@ def conclude(outcome: str, name: str, reason: str, *, fix: str = "") -> None:
     """
     why = "" if is_shown_to_user() else f": {reason}"
     if outcome == "FAIL":
-        raise CheckpointFailed(name, got=f"FAIL{why}", need="", fix=fix or ADVICE_LOSS)
+        raise CheckpointFailed.of(rules.FAIL, name, why=why, advice=fix or ADVICE_LOSS)
     if outcome == "INCONCLUSIVE":
         fix = fix or (
             "the report shows how to reach a decision"
             if why
             else "see above how to reach a decision"
         )
-        raise Inconclusive(name, got=f"INCONCLUSIVE{why}", need="", fix=fix)
+        raise Inconclusive.of(rules.INCONCLUSIVE, name, why=why, advice=fix)
 
 
 LINE_EVERY_SECONDS = 15.0

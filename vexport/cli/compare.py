@@ -52,6 +52,7 @@ from vexport.cli.settings import (
 from vexport.errors import CheckpointFailed, VexportError
 from vexport.errors.extras import raise_problems
 from vexport.names import SourceRef, parse_source
+from vexport.rules import conclusion
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -392,12 +393,9 @@ def _conclude_variants(report: "Report", faults: Sequence[VexportError]) -> None
     """Exit by the outcome: 1 if a variant fails or is refused, 4 for a fault, 3 if inconclusive."""
     first = report.variants[0]
     if first.outcome == "REFUSED":
-        raise CheckpointFailed(
-            report.name,
-            got=f"vLLM refuses the first variant, the baseline of all others: {first.name}"
-            f"{'' if is_shown_to_user() else f': {first.reason}'}",
-            need="",
-            fix="begin with a --serve that vLLM accepts; nothing else was tried",
+        why = "" if is_shown_to_user() else f": {first.reason}"
+        raise CheckpointFailed.of(
+            conclusion.REFUSED_BASELINE, report.name, name=first.name, why=why
         )
     if report.outcome == "FAIL":
         conclude("FAIL", report.name, report.reason, fix=ADVICE_VARIANTS)

@@ -25,10 +25,10 @@ from vexport.errors import (
     clip,
     convert_os_error,
     nearest_hint,
-    shown,
     visible,
 )
 from vexport.errors.extras import unexpected_error
+from vexport.rules import usage as rules
 from vexport.version import __version__
 
 # Each command's module is imported when the command is called, and imports heavy libraries only
@@ -230,10 +230,8 @@ def default_map(group: click.Group) -> dict[str, dict[str, object]]:
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
     shared = {key: value for key, value in table.items() if key not in tables}
     for name in tables.keys() - options.keys():
-        fix = f"name a command{nearest_hint(clip(name, 100), [*options])}"
-        raise InputError(
-            f"{where}: [{clip(name, 100)}]", got="an unknown table", need="a command", fix=fix
-        )
+        hint = nearest_hint(clip(name, 100), [*options])
+        raise InputError.of(rules.UNKNOWN_TABLE, f"{where}: [{clip(name, 100)}]", hint=hint)
     every = {name: option for each in options.values() for name, option in each.items()}
     _require_known(f"{where}: ", shared, every, options)
     defaults: dict[str, dict[str, object]] = {}
@@ -269,16 +267,12 @@ def _require_known(
             and str(known[key].name) in FORBIDDEN_DEFAULTS
             or name in FORBIDDEN_DEFAULTS
         ):
-            got = (
-                "an option that may run code, change files or silence a rule is only valid on the "
-                "command line"
-            )
-            raise InputError(place, got=got, need="", fix="remove it from the file")
+            raise InputError.of(rules.FORBIDDEN_DEFAULT, place)
         if key not in known:
-            fix = f"correct it{nearest_hint(clip(key, 100), [*known])}"
+            remedy = f"correct it{nearest_hint(clip(key, 100), [*known])}"
             if others := sorted(name for name, options in commands.items() if key in options):
-                fix = f"move it to {' or '.join(f'[{name}]' for name in others)}"
-            raise InputError(place, got="an unknown option", need="an option of vexport", fix=fix)
+                remedy = f"move it to {' or '.join(f'[{name}]' for name in others)}"
+            raise InputError.of(rules.UNKNOWN_OPTION, place, remedy=remedy)
 
 
 def _defaults_table() -> tuple[str, Mapping[str, object]]:
@@ -297,9 +291,7 @@ def _defaults_table() -> tuple[str, Mapping[str, object]]:
         tool = table.get("tool") if is_project else {"vexport": table}
         settings = tool.get("vexport", {}) if isinstance(tool, dict) else {}
         if not isinstance(settings, dict):
-            raise InputError(
-                where, got=shown(settings, 80), need="a table", fix="write [tool.vexport]"
-            )
+            raise InputError.of(rules.TABLE, where, value=settings)
         return where, settings
     return "", {}
 
@@ -336,15 +328,14 @@ def _value(option: click.Option, value: object, place: str) -> object:
     if option.is_flag:
         if isinstance(value, bool):
             return value
-        raise InputError(place, got=shown(value, 80), need="true or false", fix="correct the value")
+        raise InputError.of(rules.SWITCH, place, value=value)
     listed = value if isinstance(value, list) else [value]
     try:
         parts = [str(part) for part in listed if _is_plain(part)]
     except ValueError:  # an integer of more than 4,300 digits
         parts = []
     if len(parts) < len(listed) or not (parts or option.multiple):
-        need = "a text, a number, or a list of them"
-        raise InputError(place, got=shown(value, 80), need=need, fix="correct the value")
+        raise InputError.of(rules.DEFAULT, place, value=value)
     return parts if option.multiple else ",".join(parts)
 
 

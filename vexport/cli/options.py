@@ -101,7 +101,13 @@ class SectionedCommand(click.Command):
         place, _, key = problem.where.partition(": ")
         for each in self.params if place == self.name else ():
             if isinstance(each, SettingOption) and each.key == key:
-                return InputError(each.opts[0], got=problem.got, need=problem.need, fix=problem.fix)
+                return InputError(
+                    each.opts[0],
+                    got=problem.got,
+                    need=problem.need,
+                    fix=problem.fix,
+                    rule=problem.rule,
+                )
         return problem
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

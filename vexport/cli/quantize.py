@@ -188,4 +188,5 @@ def _not_repaired(report: RepairReport) -> CheckpointFailed:
         got=first.got,
         need=first.expected,
         fix=f"{first.fix} ({others:,} more)" if others else first.fix,
+        rule=first.rule,
     )

@@ -39,6 +39,7 @@ from vexport.cli.options import (
 )
 from vexport.errors import InputError, VexportError, first_line
 from vexport.errors.extras import attempt, install_fix, is_installed, raise_problems
+from vexport.rules.scenario import REPORT
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -279,10 +280,8 @@ def _call_renderer(where: str, make: Callable[[], T]) -> T:
         AssertionError,
     ) as error:
         logging.getLogger(__name__).debug("%s", where, exc_info=error)
-        got = f"values that do not fit together ({type(error).__name__}: {first_line(error)})"
-        fix = "restore the file, or call `vexport run` again"
-        need = "a report as vexport wrote it"
-        raise InputError(where, got=got, need=need, fix=fix) from None
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError.of(REPORT, where, reason=reason) from None
 
 
 @command()

@@ -21,6 +21,7 @@ from vexport.formats.arguments import parse_args
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.records import KvCache
 from vexport.records.patterns import REGEX
+from vexport.rules import scenario as book
 from vexport.scenario.rules import IgnoredLayers, Rule
 
 QUANTIZATION, GPTQ = "QuantizationModifier", "GPTQModifier"
@@ -79,7 +80,10 @@ class _Modifier:
 
     def refuse(self, key: str, got: str, need: str, fix: str = "remove it") -> None:
         """Add an error at a key of the modifier to `problems`."""
-        self.problems.append(InputError(f"{self.where}.{key}", got=got, need=need, fix=fix))
+        where = f"{self.where}.{key}"
+        self.problems.append(
+            InputError.of(book.MODIFIER_KEY, where, found=got, need=need, remedy=fix)
+        )
 
     @property
     def observers(self) -> Mapping[str, JsonValue]:
@@ -101,9 +105,7 @@ def read_recipe(path: Path) -> Recipe:
     all_modifiers = list(_modifiers(content, str(path)))
     modifiers = [modifier for modifier in all_modifiers if modifier.name != SMOOTHING]
     if not modifiers:
-        need = f"a recipe of llm-compressor in YAML that contains {' or '.join(MODIFIERS)}"
-        fix = "use the recipe.yaml that llm-compressor saves with each checkpoint"
-        raise InputError(str(path), got="no modifier", need=need, fix=fix)
+        raise InputError.of(book.NO_MODIFIER, str(path), names=MODIFIERS)
     for modifier in modifiers:
         _refuse_unknown(modifier)
     smoothings = [_smoothing(modifier) for modifier in all_modifiers if modifier.name == SMOOTHING]
@@ -158,10 +160,8 @@ def _smoothing(modifier: _Modifier) -> float:
 
 def _refuse_unknown(modifier: _Modifier) -> None:
     if modifier.name not in MODIFIERS:
-        need = " or ".join(MODIFIERS)
-        fix = "remove it, or quantize with llm-compressor and check the result with `vexport check`"
-        got = "a modifier that vexport does not support"
-        modifier.problems.append(InputError(modifier.where, got=got, need=need, fix=fix))
+        error = InputError.of(book.MODIFIER, modifier.where, names=MODIFIERS)
+        modifier.problems.append(error)
         return
     known = (*_COMMON_KEYS, *_IGNORED_KEYS, *(_GPTQ_KEYS if modifier.name == GPTQ else ()))
     for key in modifier.keys:

@@ -16,7 +16,7 @@ from vexport.files import read_json_object
 from vexport.names import SourceRef, parse_model, parse_source
 from vexport.outputs import RECIPE
 from vexport.records import GENERATION_KEYS
-from vexport.records.values import plural
+from vexport.rules import scenario as rules
 from vexport.scenario.calibration import Calibration, DataSource, Sensitivity
 from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.rules import Auto, Rule
@@ -64,10 +64,7 @@ def problems_at(where: str) -> Iterator[None]:
         problems = [_with_place(where, problem) for problem in causes[:MOST_PROBLEMS]]
         more = len(causes) - MOST_PROBLEMS
         if more > 0:
-            got = f"{plural(more, 'more problem')}, not shown here"
-            problems.append(
-                InputError(where, got=got, need="", fix="correct the problems above first")
-            )
+            problems.append(InputError.of(rules.MORE_PROBLEMS, where, count=more))
         raise InputErrors(problems) from None
 
 
@@ -79,8 +76,9 @@ def _with_place(file: str, problem: ValidationProblem) -> InputError:
     inner = reversed(sections)
     section = next((_SECTIONS[part] for part in inner if part in _SECTIONS), Scenario)
     key, known = clip(name, 100), list(section.model_fields)
-    need = f"one of {', '.join(known)}"
-    return InputError(where, got=f"the unknown key {key!r}", need=need, fix=_advice(key, known))
+    return InputError.of(
+        rules.UNKNOWN_KEY, where, key=key, known=", ".join(known), remedy=_advice(key, known)
+    )
 
 
 def _advice(key: str, known: Sequence[str]) -> str:
@@ -134,12 +132,7 @@ def _yaml_of_scenario(path: Path) -> object:
         content = None
     is_scenario_like = isinstance(content, dict) and not content.keys().isdisjoint(_REQUIRED)
     if not is_named_yaml and not is_scenario_like:
-        raise InputError(
-            str(path),
-            got="not a scenario (a YAML file with source and rules)",
-            need="",
-            fix="give a scenario such as demo-nvfp4.yaml, which `vexport demo` writes",
-        ) from None
+        raise InputError.of(rules.NO_SCENARIO, str(path)) from None
     return content
 
 

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, JsonValue, ValidationError, model_validator
 
 from vexport.errors import InputError, InputErrors, shown
 from vexport.errors.validation import ValidationProblem, validation_problems
+from vexport.rules.setting import VALUE
 from vexport.scenario.declaring import Key, Option
 from vexport.scenario.section import ScenarioSection, located_errors
 from vexport.scenario.serve import SERVE_KEYS, EngineArguments, LimitSettings, Serve
@@ -167,6 +168,6 @@ def _problems_at(where: str, setting: EngineArguments) -> Iterator[None]:
 def _with_place(where: str, setting: EngineArguments, problem: ValidationProblem) -> InputError:
     keys = [key for key in problem.keys if key != _ENGINE_ARGS]
     if not keys:  # a contradiction of several arguments
-        need, fix = problem.need, problem.fix
-        return InputError(where, got=shown(dict(setting)), need=need, fix=fix)
+        found, need = shown(dict(setting)), problem.need
+        return InputError.of(VALUE, where, found=found, need=need, do=problem.fix)
     return problem.at(f"{where}: {'.'.join(keys)}")
