@@ -127,8 +127,19 @@ def load_yaml(path: Path, need: str, loader: type[BoundedLoader] = UniqueKeysLoa
     Raises:
         InputError: If the file cannot be read or exceeds the limits.
     """
+    return parse_yaml(_read(path, MOST_BYTES, need), path, loader)
+
+
+def parse_yaml(
+    data: bytes | str, path: Path, loader: type[BoundedLoader] = UniqueKeysLoader
+) -> object:
+    """Return the content of YAML that was read from `path`.
+
+    Raises:
+        InputError: If the YAML is invalid or exceeds the limits.
+    """
     try:
-        text = _read(path, MOST_BYTES, need).decode("utf-8-sig")
+        text = data if isinstance(data, str) else data.decode("utf-8-sig")
         content: object = loader(text, str(path)).get_single_data()
     except (yaml.YAMLError, *_WRONG_VALUES) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)

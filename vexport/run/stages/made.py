@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from vexport.checkpoint.card import inherited_card
 from vexport.checkpoint.hub import pinned_name
 from vexport.checkpoint.index import SourceIndex
 from vexport.files import from_json
@@ -13,6 +12,7 @@ from vexport.records import KindSize, LayerErrors
 from vexport.records.calibration import expert_coverage
 from vexport.reports.run_record import CalibrationSummary, MadeCheckpoint, Source
 from vexport.run.directory import LAYERS, portable, rounding_of
+from vexport.run.source_card import inherited_card
 from vexport.run.stages import making
 from vexport.run.stages.making import Maker
 
