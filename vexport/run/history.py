@@ -341,8 +341,12 @@ class _Settled:
 def _facts(entry: _Entry) -> dict[str, str]:
     """Return the values that a change is reported of, without the settings in the fingerprint."""
     row = entry.row
-    digest = f" ({row.digest[:_SHORT]})" if row.digest else ""
-    facts = {"checkpoint": f"{row.checkpoint}{digest}", "vLLM": row.vllm, "device": row.device}
+    facts = {
+        "checkpoint": row.checkpoint,
+        "digest": row.digest[:_SHORT],
+        "vLLM": row.vllm,
+        "device": row.device,
+    }
     for task in row.tasks:
         facts |= _task_facts(entry, task)
     return facts
