@@ -584,7 +584,7 @@ class AcceptedBaseline:
     """The accepted baseline that a verdict compares with.
 
     `digest` is the first 16 digits of the SHA-256 of its file. `accepted` is the time at which the
-    baseline was accepted, empty in files of older versions.
+    baseline was accepted.
     """
 
     digest: str
@@ -602,7 +602,6 @@ class Verdict:
     - `pooled` compares the documents of all tasks together. It is None for a single task, or if a
       metric is not 0/1.
     - `warnings` describe weaknesses, such as missing samples or a changed environment.
-    - `prompting` is None in reports of older versions.
     - `drift` and `attribution` are set by `vexport eval`. A run stores them in its report instead.
     - `checkpoint` is the candidate as the user named it for `vexport eval`.
     - `device` is the device that ran the candidate (`CPU, emulated`) or the server's address. It is
@@ -615,9 +614,6 @@ class Verdict:
       (`vllm`, `model`, `task hash of gsm8k`). Values that were not recorded are missing.
     - `accepted` describes the accepted baseline, if the candidate was compared with one.
     - `candidate` is the kind of model that was compared with the baseline.
-
-    In reports of older versions, `measured`, `fingerprint`, `baseline_fingerprint`, `accepted` and
-    `candidate` have their default values.
     """
 
     schema: Literal["vexport.verdict/1"] = "vexport.verdict/1"
