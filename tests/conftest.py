@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import recorded_texts
+from tests.changed import ROOT, changed_files
 from tests.engine.warm import Warm
 from tests.models import Good, quantize, save_llama, write_calibration
 
@@ -17,12 +18,14 @@ CASES = 5
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options `--quick` and `--whole`.
+    """Add the options `--quick`, `--changed` and `--whole`.
 
-    `--quick` runs no vLLM, no slow tests, and only some cases of each test. `--whole` compares the
-    check with all recorded results of vLLM instead of a sample.
+    `--quick` runs no vLLM, no slow tests, and only some cases of each test. `--changed` runs vLLM
+    and slow tests only from files that changed (`tests/changed.py`). `--whole` compares the check
+    with all recorded results of vLLM instead of a sample.
     """
     parser.addoption("--quick", action="store_true")
+    parser.addoption("--changed", action="store_true")
     parser.addoption("--whole", action="store_true")
     recorded_texts.add_options(parser)
 
@@ -45,27 +48,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     A pytest worker runs a whole file at a time, so short files should be last.
     """
     if config.getoption("quick"):
-        items[:] = quick(items)
+        items[:] = sampled([item for item in items if not is_slow(item)])
+    if config.getoption("changed"):
+        changed = {ROOT / file for file in changed_files()}
+        items[:] = [item for item in items if item.path in changed or not is_slow(item)]
     engines = {item.path for item in items if item.get_closest_marker("vllm")}
     items.sort(key=lambda item: item.path not in engines)
 
 
-def quick(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the fast tests, with at most CASES cases each."""
+def is_slow(item: pytest.Item) -> bool:
+    """Return whether a test starts vLLM or lm-eval, or has the marker `slow`."""
+    assert isinstance(item, pytest.Function)
+    is_marked = any(map(item.get_closest_marker, ("vllm", "slow")))
+    return is_marked or "lm_eval_runs" in item.fixturenames
+
+
+def sampled(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return at most CASES cases of each test."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        assert isinstance(item, pytest.Function)
-        slow = (
-            any(map(item.get_closest_marker, ("vllm", "slow")))
-            or "lm_eval_runs" in item.fixturenames
-        )
-        if not slow:
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    sampled = []
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = []
     for cases in tests.values():
         step = max(1, (len(cases) - 1) / (CASES - 1))
-        sampled += [cases[int(number * step)] for number in range(min(len(cases), CASES))]
-    return sampled
+        kept += [cases[int(number * step)] for number in range(min(len(cases), CASES))]
+    return kept
 
 
 @pytest.fixture(scope="session", autouse=True)
