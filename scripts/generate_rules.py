@@ -1,0 +1,45 @@
+#!/usr/bin/env python3
+"""Write the reference of rules, vexport/docs/messages.md, from the rule book.
+
+Run it after a change of a rule.
+"""
+
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+
+from vexport.files import write_text
+from vexport.reports.catalog import rule_text
+from vexport.rules import all_rules
+
+PAGE = Path(__file__).parent.parent / "vexport" / "docs" / "messages.md"
+HEAD = """# Messages
+
+<!-- scripts/generate_rules.py writes this page. -->
+
+Each finding and each error ends with the ID of its rule. `vexport explain ID` shows one rule.
+Words in capitals stand for the facts of a case. Rules on the files of a checkpoint can be
+[ignored](check.md#ignored-rules).
+"""
+
+
+def page() -> str:
+    return "\n".join([HEAD, *_families()])
+
+
+def _families() -> Iterator[str]:
+    for family, rules in groupby(all_rules().values(), key=lambda rule: rule.family):
+        purpose = (import_module(f"vexport.rules.{family.replace('-', '_')}").__doc__ or "").strip()
+        yield f"## {family} (rules)\n\n{purpose}\n"
+        for rule in rules:
+            yield f"### {rule.id}\n\n{rule_text(rule)}\n"
+
+
+def main() -> None:
+    write_text(PAGE, page())
+    print(f"{PAGE}: {len(all_rules())} rules")
+
+
+if __name__ == "__main__":
+    main()
