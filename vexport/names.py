@@ -134,7 +134,7 @@ def parse_source(name: str) -> SourceRef:
     if name.startswith(_ADDRESSES):
         return Server(name)
     path = user_path(name)
-    if not path.exists():
+    if not os.path.lexists(path):  # False also for a name that is too long
         if "://" in name:
             return Server(name)
         if hub := HubName.parse(name):
@@ -153,7 +153,7 @@ def parse_model(name: str) -> ModelRef:
     path = user_path(name)
     if _is_accepted(path):
         return AcceptedFile(name, path)
-    if not (path / "config.json").exists() and result_files(path):
+    if not os.path.lexists(path / "config.json") and result_files(path):
         return ResultFiles(name, path)
     return source
 
@@ -188,7 +188,7 @@ def user_text(name: str) -> str:
 
 
 def _is_accepted(path: Path) -> bool:
-    if path.suffix != ".json" or not path.is_file():
+    if path.suffix != ".json" or not os.path.isfile(path):  # noqa: PTH113
         return False
     try:
         content = json.loads(path.read_bytes())
@@ -207,7 +207,7 @@ def result_files(path: Path) -> list[Path]:
     """
     if path.is_dir():
         return [file for file in path.rglob("*.json") if _is_result(file)]
-    if path.suffix == ".json" and not path.exists():
+    if path.suffix == ".json" and not os.path.lexists(path):
         dated = [file for file in path.parent.glob("*.json") if _is_result(file)]
         return [file for file in dated if run_name(file) == path.stem]
     return [path] if _is_result(path) else []

@@ -118,19 +118,6 @@ def test_finish_reasons_are_kept(
     assert len(server.answered) == 2
 
 
-def test_answers_of_older_versions_are_reused(server: AddingServer, tmp_path: Path) -> None:
-    file = tmp_path / "kept"
-    answers_of(endpoint(server), file, PROMPTS[:3])
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    bare = [{key: answer["text"] for key, answer in line.items()} for line in lines]
-    file.write_text("".join(f"{json.dumps(line)}\n" for line in bare))
-    answered = len(server.answered)
-    assert answers_of(endpoint(server), file, PROMPTS[:3]) == [
-        str(sum(prompt)) for prompt in PROMPTS[:3]
-    ]
-    assert len(server.answered) == answered
-
-
 def test_drafts_are_counted_for_each_prompt(server: AddingServer) -> None:
     server.drafts = (50, 150, 100)
     model = EndpointModel(Server(endpoint(server)), StoredResponses(None), silent)

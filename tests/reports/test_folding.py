@@ -98,7 +98,7 @@ def test_findings_fit_one_screen(what: str, good: Good, tmp_path: Path) -> None:
     counted = 0
     for line in ran.stdout.splitlines():
         words = line.split()
-        counted += line.startswith(("error  ", "warning  ", "info  "))
+        counted += line.startswith(("error  ", "warning  ", "note  "))
         counted += int(words[1].replace(",", "")) if line.startswith("  and ") else 0
         counted += int(words[0].replace(",", "")) if "may follow" in line else 0
     assert counted == sum(map(size, everything))
@@ -106,7 +106,7 @@ def test_findings_fit_one_screen(what: str, good: Good, tmp_path: Path) -> None:
     text = " ".join(listed.split())
     assert all(finding["where"] in text for finding in everything)
     assert all(place in text for finding in everything for place in finding["places"])
-    assert listed.count("\n  got ") == len(everything)
+    assert listed.count("\n  do ") == len(everything)
 
 
 def test_cause_comes_first(good: Good, tmp_path: Path) -> None:

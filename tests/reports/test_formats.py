@@ -119,7 +119,7 @@ def test_metric_without_percentage(format: str) -> None:
     assert "n/a" in text or format in ("junit", "github", "card")
 
 
-FINDING_KEYS = {"check", "claim", "severity", "where", "expected", "got", "fix", "places"}
+FINDING_KEYS = {"rule", "check", "claim", "severity", "where", "expected", "got", "fix", "places"}
 
 
 def test_check_json() -> None:
@@ -135,6 +135,7 @@ def test_check_json() -> None:
         "ok",
         "judged_by",
         "findings",
+        "ignored",
         "not_judged",
         "vllm",
         "tp",

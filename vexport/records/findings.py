@@ -112,6 +112,11 @@ class Finding:
         )
 
     @property
+    def label(self) -> str:
+        """The severity as texts for people show it: `note` for info."""
+        return "note" if self.severity == "info" else self.severity
+
+    @property
     def every_place(self) -> tuple[str, ...]:
         """Places with the fault: `places`, or `where` alone."""
         return self.places or (self.where,)

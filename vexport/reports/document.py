@@ -403,8 +403,10 @@ def finding_parts(part: FindingList, limit: int) -> tuple[Part, ...]:
 def _kinds(kinds: Iterable[tuple[str, FindingKind]]) -> Table:
     rows = (
         (
-            TableCell(kind.places, note=f"{gate}: {kind.first.check}", mono=True),
-            badge(kind.first.severity),
+            TableCell(
+                kind.places, note=f"{gate}: {kind.first.rule or kind.first.check}", mono=True
+            ),
+            TableCell(kind.first.label, tone=kind.first.severity, badge=True),
             kind.first.got,
             kind.first.expected,
             kind.finding.fix,

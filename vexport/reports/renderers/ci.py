@@ -86,9 +86,7 @@ def _totals(gates: Sequence[Gate], seconds: Mapping[str, float]) -> dict[str, st
 
 def _fill(case: ElementTree.Element, gate: Gate) -> None:
     message = visible(gate.message)
-    lines = (
-        f"{kind.first.severity}: {visible(str(kind.finding))}" for kind in kinds(gate.findings)
-    )
+    lines = (f"{kind.first.label}: {visible(str(kind.finding))}" for kind in kinds(gate.findings))
     details = "\n".join(lines) or message
     if gate.status == "SKIPPED":
         ElementTree.SubElement(case, "skipped", {"message": message})

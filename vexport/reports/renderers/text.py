@@ -267,7 +267,7 @@ def _kind(kind: FindingKind, width: int) -> Iterator[RenderableType]:
         first = other.first
         # If nothing is expected, `got` is a whole sentence.
         found = f"got {first.got}, need {first.expected}" if first.expected else first.got
-        what = f"{other.places}: {found}  [{first.check}]"
+        what = f"{other.places}: {found}  [{first.rule or first.check}]"
         rows.append((f"{other.count:,}", what))
     if kind.not_shown:
         rows.append((f"{kind.not_shown:,}", "of other kinds: see --format json (or `check --all`)"))
@@ -280,7 +280,8 @@ def _kind(kind: FindingKind, width: int) -> Iterator[RenderableType]:
 
 
 def _finding(finding: Finding, width: int, *, every: bool = False) -> RenderableType:
-    head = _wrapped(f"{finding.where}  ", width, f"{finding.severity}  ", f"[{finding.check}]")
+    rule = f"[{finding.rule or finding.check}]"
+    head = _wrapped(f"{finding.where}  ", width, f"{finding.label}  ", rule)
     # If nothing is expected, `got` is a whole sentence and gets no label.
     label = "got" if finding.expected else ""
     rows = [(label, finding.got), ("need", finding.expected), ("do", finding.fix)]
