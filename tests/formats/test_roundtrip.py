@@ -114,7 +114,7 @@ def test_changed_byte_is_found(llama: Path, good: Good, tmp_path: Path) -> None:
     index, plan = plan_source(Folder.at(llama), all_linears("MXFP4"), PlanSettings())
     back = read_index(spoiled(good("MXFP4"), tmp_path / "out", tensors(change)))
     (finding,) = changed_tensors(index, back, plan)
-    assert (finding.where, finding.got) == ("model.norm.weight", "different bytes")
+    assert (finding.where, finding.rule) == ("model.norm.weight", "roundtrip/changed-tensor")
     lowest = min(layer_errors(index, back, plan), key=lambda error: error.snr_db)
     assert lowest.name == layer
     assert lowest.snr_db < MINIMUM_DB["MXFP4"]
