@@ -48,12 +48,12 @@ def test_help_shows_default_limits() -> None:
         assert re.search(rf"{option} NATS [^\[]*\[default: {limit:g}\]", shown)
 
 
-def test_accept_keeps_foreign_file(tmp_path: Path) -> None:
+def test_accept_keeps_foreign_file(llama: Path, tmp_path: Path) -> None:
     """`--accept` refuses to overwrite a file that is not an accepted baseline."""
     (tmp_path / "notes.md").write_text("mine")
-    done = vexport("eval", "model", "--task", "t", "--accept", tmp_path / "notes.md")
+    done = vexport("eval", llama, "--task", "t", "--accept", tmp_path / "notes.md")
     assert done.code == 2
-    assert "need" in done.stderr
+    assert "notes.md" in done.errors[0]
     assert (tmp_path / "notes.md").read_text() == "mine"
 
 
