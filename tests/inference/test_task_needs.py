@@ -55,11 +55,11 @@ def test_trust_documents_and_metrics_are_required(offline: Path, llama: Path) ->
     assert ran.code == 2
     for task in ("humaneval", "mbpp"):
         (error,) = [line for line in ran.errors if f"task {task}: " in line]
-        assert_contains(error, "Python code", "model writes", "--trust-remote-code")
+        assert error.endswith("[tasks/model-code]")
     (error,) = [line for line in ran.errors if "own.jsonl" in line]
-    assert_contains(error, "task own: data_files:", "no file own.jsonl")
+    assert_contains(error, "task own: data_files:", "[tasks/no-file]")
     (error,) = [line for line in ran.errors if "exact_mtch" in line]
-    assert_contains(error, "task other: metric exact_mtch:", "neither lm-eval")
+    assert_contains(error, "task other: metric exact_mtch:", "[tasks/no-metric]")
 
 
 def test_thinking_needs_generated_text(offline: Path, llama: Path) -> None:
@@ -69,7 +69,7 @@ def test_thinking_needs_generated_text(offline: Path, llama: Path) -> None:
     assert ran.code == 2
     for task in ("piqa", "mmlu_", "arc_easy"):
         assert f"task {task}" in ran.stderr
-    assert len([line for line in ran.errors if "enable_thinking" in line]) == 3
+    assert len([line for line in ran.errors if line.endswith("[tasks/thinking]")]) == 3
     assert all("multiple_choice" in line for line in ran.errors)
     assert "dataset" not in ran.stderr
 
@@ -86,7 +86,7 @@ def test_missing_metrics_and_documents_are_named(
     ran = vexport("eval", llama, "--baseline", llama, "--tasks", tasks, "--trust-remote-code")
     assert ran.code == 4
     for task in ("humaneval", "mbpp"):
-        assert re.search(rf"\btask {task}: [^\n]*\bcode_eval\b[^\n]* not in the cache", ran.stderr)
+        assert re.search(rf"\btask {task}: metric code_eval: .*\[tasks/no-metric\]", ran.stderr)
     assert "evaluate.load('code_eval')" in ran.stderr
     for name in (
         "openai_humaneval",
@@ -104,7 +104,7 @@ def test_missing_package_names_extra() -> None:
         ModuleNotFoundError("No module named 'langdetect'", name="langdetect"), "ifeval"
     )
     assert fault is not None
-    assert fault.where == "task ifeval"
-    assert "module langdetect" in fault.got
-    assert "`pip install 'lm-eval[ifeval]'`" in fault.fix
+    assert (fault.rule, fault.where) == ("tasks/module", "task ifeval")
+    assert fault.facts["module"] == "langdetect"
+    assert fault.facts["requirement"] == "'lm-eval[ifeval]'"
     assert missing_requirement(ValueError("a broken template"), "mine") is None

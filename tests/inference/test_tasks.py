@@ -1,12 +1,12 @@
 """Tasks by name and by file. Their Python code does not run without trust."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.scores.make import SUMS, make_tasks
-from tests.texts import assert_raises
 from vexport.engine.messages import SessionRequest
 from vexport.errors import InputError
 from vexport.inference.task_data import found_documents, load_tasks, tasks_as_data
@@ -77,10 +77,12 @@ def test_documents_of_tasks_by_name(tmp_path: Path) -> None:
         write(folder / "sums.yaml", SUMS.replace("task: sums", f"task: {name}"))
         found = found_documents({"test": "./data/additions.jsonl"}, name, [tmp_path])
         assert found == {"test": str(folder / "additions.jsonl")}
-    with pytest.raises(InputError, match="got 2 files additions.jsonl"):
+    with pytest.raises(InputError) as caught:
         found_documents("additions.jsonl", "a group", [tmp_path])
-    with pytest.raises(InputError, match="got no file gone.jsonl"):
+    assert (caught.value.rule, caught.value.facts["count"]) == ("tasks/several-files", 2)
+    with pytest.raises(InputError) as caught:
         found_documents("gone.jsonl", "first", [tmp_path])
+    assert (caught.value.rule, caught.value.facts["file"]) == ("tasks/no-file", "gone.jsonl")
 
 
 def test_include_keeps_relative_paths(tmp_path: Path) -> None:
@@ -96,8 +98,10 @@ def test_include_keeps_relative_paths(tmp_path: Path) -> None:
 
 def test_python_in_task_is_refused(tmp_path: Path) -> None:
     *_, near = make_tasks(tmp_path / "tasks", 3)
-    with assert_raises(InputError, "near.yaml:10:", "!function score.near", "--trust-remote-code"):
+    with pytest.raises(InputError) as caught:
         read_tasks([near]).write(tmp_path / "run")
+    assert (caught.value.rule, caught.value.where) == ("tasks/code", f"{near}:10")
+    assert caught.value.facts["name"] == "!function score.near"
 
 
 def test_trusted_function_is_copied_with_module(tmp_path: Path) -> None:
@@ -112,30 +116,42 @@ def test_trusted_function_is_copied_with_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "place", "rule", "fact"),
     [
-        ("task: [", r"t\.yaml:[12]: got .*correct the file"),
-        ("task: &a [*a]\n", r"t\.yaml:1: got the alias \*a"),
-        ("- task", r"t\.yaml: got a list, need a mapping"),
-        ("task: !!python/object/apply:os.getcwd []", r"t\.yaml:1: .*os\.getcwd"),
-        (SUMS.replace("additions", "missing"), r"t\.yaml: got no file .*missing\.jsonl"),
-        (SUMS.replace("task: sums", "task: ../sums"), r"t\.yaml: task: got \.\./sums"),
-        (SUMS.replace("test_split: test\n", ""), r"no key test_split\b.*\bvalidation_split"),
-        ("include: t.yaml\n" + SUMS, "got an include of itself"),
-        ("group: all\ntask: [nowhere]\n", r"nowhere\.yaml: no such file"),
-        ("group: all\ntask: []\n", "got no tasks"),
-        ("group: ../all\ntask: [sums]\n", r"t\.yaml: group: got '\.\./all'"),
-        ("group: all\ntask: [{task: sums}]\n", "got no key dataset_path"),
+        ("task: [", r"t\.yaml:[12]", "file/yaml", ""),
+        ("task: &a [*a]\n", r"t\.yaml:1", "file/yaml", r"the alias \*a"),
+        ("- task", r"t\.yaml", "file/json-object", "a list"),
+        ("task: !!python/object/apply:os.getcwd []", r"t\.yaml:1", "file/yaml", r"os\.getcwd"),
+        (SUMS.replace("additions", "missing"), r"t\.yaml", "tasks/no-file", r"missing\.jsonl"),
+        (SUMS.replace("task: sums", "task: ../sums"), r"t\.yaml: task", "tasks/name", r"\.\./sums"),
+        (
+            SUMS.replace("test_split: test\n", ""),
+            r"t\.yaml",
+            "tasks/key",
+            "test_split or validation_split",
+        ),
+        ("include: t.yaml\n" + SUMS, r"t\.yaml: include", "tasks/too-large", "includes"),
+        ("group: all\ntask: [nowhere]\n", r"nowhere\.yaml", "file/missing", ""),
+        ("group: all\ntask: []\n", r"t\.yaml", "tasks/key", "task"),
+        ("group: ../all\ntask: [sums]\n", r"t\.yaml: group", "tasks/name", r"\.\./all"),
+        ("group: all\ntask: [{task: sums}]\n", r"t\.yaml", "tasks/key", "dataset_path"),
         (
             SUMS.replace("generate_until", "loglikelihood").replace("exact_match", "acuracy"),
-            r"t\.yaml: metric: got acuracy\b.*\bacc, perplexity\b.*loglikelihood.*correct",
+            r"t\.yaml: metric",
+            "tasks/metric",
+            "did you mean acc",
         ),
     ],
 )
-def test_broken_task_file_names_place(tmp_path: Path, text: str, message: str) -> None:
+def test_broken_task_file_names_place(
+    tmp_path: Path, text: str, place: str, rule: str, fact: str
+) -> None:
     make_tasks(tmp_path, 3)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError) as caught:
         read_tasks([write(tmp_path / "t.yaml", text)]).write(tmp_path / "run")
+    assert caught.value.rule == rule
+    assert re.search(f"{place}$", caught.value.where)
+    assert re.search(fact, str(caught.value))
 
 
 def test_task_names(tmp_path: Path) -> None:
@@ -143,8 +159,10 @@ def test_task_names(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     names = ["arc_easy", "mmlu"]
     assert read_tasks(names).write(tmp_path) == tuple(names)
-    with assert_raises(InputError, "task arc_eazy:", "unknown", "arc_easy"):
+    with pytest.raises(InputError) as caught:
         read_tasks(["arc_eazy"]).write(tmp_path)
+    assert (caught.value.rule, caught.value.where) == ("tasks/no-such-task", "task arc_eazy")
+    assert "arc_easy" in str(caught.value.facts["remedy"])
     make_tasks(tmp_path / "tasks", 3)
     found = read_tasks(["sums"], include_paths=[tmp_path / "tasks"]).write(tmp_path / "run")
     assert found == ("sums",)
@@ -178,16 +196,18 @@ def test_metric_with_code_needs_trust(name: str, mark: Path) -> None:
     (mark.parent / "t.yaml").write_text(with_metric(name.format(folder=mark.parent)))
     (mark.parent / "all.yaml").write_text("group: all\ntask: [t]\n")
     for file in ("t.yaml", "all.yaml"):
-        with assert_raises(InputError, "Python code", "--trust-remote-code"):
+        with pytest.raises(InputError) as caught:
             read_tasks([file]).write(mark.parent / "run")
+        assert caught.value.rule == "tasks/code"
         assert read_tasks([file], trust_remote_code=True).write(mark.parent / "run")
 
 
 def test_pickled_documents_are_refused(mark: Path) -> None:
     (mark.parent / "t.yaml").write_text(SUMS.replace("dataset_path: json", "dataset_path: pandas"))
     for trust in (False, True):
-        with assert_raises(InputError, "pickled documents", "cannot run code"):
+        with pytest.raises(InputError) as caught:
             read_tasks(["t.yaml"], trust_remote_code=trust).write(mark.parent / "run")
+        assert caught.value.rule == "tasks/pickled"
 
 
 def load_untrusted(folder: Path, name: str) -> None:
@@ -205,8 +225,9 @@ def test_metric_in_task_folder_does_not_run(mark: Path) -> None:
     more = mark.parent / "more"
     more.mkdir()
     (more / "t.yaml").write_text(with_metric("own").replace("task: sums", "task: other"))
-    with pytest.raises(InputError, match="metric own: Python"):
+    with pytest.raises(InputError) as caught:
         load_untrusted(more, "other")
+    assert (caught.value.rule, caught.value.facts["name"]) == ("tasks/code", "own")
     assert not mark.exists()
 
 
@@ -217,5 +238,7 @@ def test_python_in_task_folder_needs_trust(through: str, tmp_path: Path) -> None
     (tmp_path / "all.yaml").write_text("group: all\ntask:\n  - near\n")
     (tmp_path / "tagged.yaml").write_text("include: subject.yaml\ntask: other\ntag: tagged\n")
     (task,) = read_tasks([through], include_paths=(tmp_path,)).write(tmp_path / "run")
-    with assert_raises(InputError, "!function score.near", "--trust-remote-code"):
+    with pytest.raises(InputError) as caught:
         load_untrusted(tmp_path, task)
+    assert caught.value.rule == "tasks/code"
+    assert caught.value.facts["name"] == "!function score.near"

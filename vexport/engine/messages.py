@@ -122,6 +122,7 @@ class InputProblem:
     got: str
     need: str
     fix: str
+    rule: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -224,7 +224,8 @@ def session_error(problem: InputProblem) -> VexportError:
     """Return the error of a worker, so that this process can raise it."""
     kinds: tuple[type[VexportError], ...] = (CheckpointFailed, Inconclusive, EnvironmentFault)
     kind = next((kind for kind in kinds if kind.exit_code == problem.exit_code), InputError)
-    return kind(problem.where, got=problem.got, need=problem.need, fix=problem.fix)
+    got, need, fix = problem.got, problem.need, problem.fix
+    return kind(problem.where, got=got, need=need, fix=fix, rule=problem.rule)
 
 
 def raise_found_problems(problems: Sequence[InputProblem]) -> None:

@@ -254,7 +254,12 @@ def input_problem(error: VexportError) -> InputProblem:
     """
     traceback.print_exception(error)
     return InputProblem(
-        exit_code=error.exit_code, where=error.where, got=error.got, need=error.need, fix=error.fix
+        exit_code=error.exit_code,
+        where=error.where,
+        got=error.got,
+        need=error.need,
+        fix=error.fix,
+        rule=error.rule,
     )
 
 

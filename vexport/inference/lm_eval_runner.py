@@ -36,6 +36,8 @@ from vexport.inference.task_data import (
 from vexport.inference.tasks import reads_hub
 from vexport.outputs.manifest import record
 from vexport.records import OnProgress
+from vexport.rules import environment
+from vexport.rules import tasks as rules
 from vexport.scenario.evaluate import LmEvalSettings
 
 if TYPE_CHECKING:
@@ -180,11 +182,8 @@ def _evaluate(
             repeated = compare_rows(first, again["samples"])
             write_repeated(request.output, replace(repeated, sampled=request.lm_eval.seeds > 1))
     except jinja2.TemplateError as error:
-        fix = "correct doc_to_text, doc_to_target or doc_to_choice of the task"
-        need = "a template that fits the task's documents"
-        raise InputError(
-            f"tasks {', '.join(request.tasks)}", got=str(error), need=need, fix=fix
-        ) from error
+        where = f"tasks {', '.join(request.tasks)}"
+        raise InputError.of(rules.TEMPLATE, where, reason=str(error)) from error
     if request.lm_eval.no_template_for_plain_text and (
         plain := [str(task.task_name) for task in _likelihood_tasks(tasks)]
     ):
@@ -294,12 +293,11 @@ def _save(tracker: "EvaluationTracker", results: "EvalResults", output: Path) ->
         tracker.save_results_samples(task_name=name, samples=rows)
     written = sum(1 for _ in output.rglob("*.json*"))
     if written != 1 + len(samples):
-        got = (
+        reason = (
             f"lm-eval wrote only {written} of {1 + len(samples)} files (it logs a failed write and "
             f"continues)"
         )
-        fix = "check the log and the free disk space"
-        raise EnvironmentFault(str(output), got=got, need="", fix=fix)
+        raise EnvironmentFault.of(environment.DISK, str(output), reason=reason)
 
 
 def _copy_files(source: Path, target: Path) -> None:

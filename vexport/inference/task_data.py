@@ -35,20 +35,16 @@ from vexport.inference.model import override_attribute
 from vexport.inference.tasks import (
     FILE_FORMATS,
     GROUP_SUFFIX,
-    METRIC_CODE,
-    METRIC_FIX,
-    TRUST,
-    NoThinkingError,
     TaskMetrics,
     group_metrics,
     is_foreign_code,
     is_local_dataset,
     task_folders,
-    thinking_error,
 )
 from vexport.names import HubName
 from vexport.records import PROGRESS_DETAIL, OnProgress
 from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
+from vexport.rules import tasks as rules
 
 if TYPE_CHECKING:
     from lm_eval.api.group import Group
@@ -133,8 +129,7 @@ def tasks_as_data() -> Iterator[None]:
 
     def import_own(name: str, folder: Path) -> object:
         if not folder.is_relative_to(own):
-            got = f"!function {name}, {METRIC_CODE}"
-            raise InputError(str(folder), got=got, need="a task without Python code", fix=TRUST)
+            raise InputError.of(rules.CODE, str(folder), name=f"!function {name}")
         return imported(name, folder)
 
     sandbox = _Sandbox(
@@ -177,9 +172,7 @@ def load_tasks(
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # `evaluate` requires it
     for task in names:
         if _settings(task, manager).get("unsafe_code") and not trust:
-            got = "the task runs Python code that the model writes"
-            fix = "add --trust-remote-code, preferably in a container"
-            raise InputError(f"task {task}", got=got, need="", fix=fix)
+            raise InputError.of(rules.MODEL_CODE, f"task {task}")
         name = Path(task).name.removesuffix(GROUP_SUFFIX) if task.endswith(GROUP_SUFFIX) else task
         try:
             with _known_metrics(Path(name).stem, trust=trust):
@@ -189,9 +182,8 @@ def load_tasks(
         except Exception as error:
             if (fault := missing_requirement(error, task)) is not None:
                 raise fault from error
-            need, fix = "a task that lm-eval can load", "correct the task"
-            got = f"{type(error).__name__}: {error}"
-            raise InputError(f"task {task}", got=got, need=need, fix=fix) from error
+            reason = f"{type(error).__name__}: {error}"
+            raise InputError.of(rules.LOAD, f"task {task}", reason=reason) from error
         inner = {child for children in loaded["group_map"].values() for child in children}
         outer = [group for name, group in loaded["groups"].items() if name not in inner]
         grouped = {member.task_name for group in outer for member in group.get_all_tasks()}
@@ -217,12 +209,11 @@ def _known_metrics(task_name: str, *, trust: bool) -> Iterator[None]:
     known = task.get_metric
 
     def get_metric(metric: str, hf_evaluate_metric: bool = False) -> object:
+        where = f"task {task_name}: metric {metric}"
         if not trust and is_foreign_code(metric):
-            raise InputError(f"metric {metric}", got=METRIC_CODE, need="", fix=METRIC_FIX)
+            raise InputError.of(rules.CODE, where, name=metric)
         if (found := known(metric, hf_evaluate_metric)) is None:
-            got = "neither lm-eval nor the hub nor the cache of `evaluate` has this metric"
-            fix = "correct the name, or load the metric once on a machine with access to the hub"
-            raise InputError(f"task {task_name}: metric {metric}", got=got, need="", fix=fix)
+            raise InputError.of(rules.NO_METRIC, where, metric=metric)
         return found
 
     with override_attribute(task, "get_metric", get_metric):
@@ -234,22 +225,24 @@ def missing_requirement(error: Exception, task: str) -> EnvironmentFault | None:
 
     Returns None if `error` has another cause.
     """
-    where = f"task {task}"
     if isinstance(error, ModuleNotFoundError) and error.name:
         module = error.name.partition(".")[0]
-        got = f"the task needs the Python module {module}, which is not installed"
-        fix = f"run `pip install {_requirement(module)}`"
-        return EnvironmentFault(where, got=got, need="", fix=fix)
+        return _missing_module(f"task {task}", module, _requirement(module))
     metric = _METRIC.search(str(error)) if isinstance(error, FileNotFoundError) else None
     if metric is None:
         return None
-    fix = (
-        "load the metric once on a machine with access to the hub "
-        f"(`python -c \"import evaluate; evaluate.load('{metric['name']}')\"`), and copy the "
-        "folder `modules` of HF_HOME from there"
+    where = f"task {task}: metric {metric['name']}"
+    return EnvironmentFault.of(rules.NO_METRIC, where, metric=metric["name"])
+
+
+def _missing_module(where: str, module: str, requirement: str) -> EnvironmentFault:
+    return EnvironmentFault.of(
+        rules.MODULE,
+        where,
+        module=module,
+        requirement=requirement,
+        interpreter=sys.executable,
     )
-    got = f"the metric {metric['name']} is not in the cache, and the hub cannot be reached"
-    return EnvironmentFault(where, got=got, need="", fix=fix)
 
 
 def _requirement(module: str) -> str:
@@ -267,17 +260,26 @@ def _requirement(module: str) -> str:
 
 @contextmanager
 def explained_downloads(
-    on_progress: OnProgress, done: int, total: int, folders: Sequence[Path] = ()
+    on_progress: OnProgress,
+    done: int,
+    total: int,
+    folders: Sequence[Path] = (),
+    *,
+    thinks: bool = False,
 ) -> Iterator[None]:
     """Inside the block, report lm-eval's downloads, and convert faults of the hub to VexportErrors.
 
-    Local files are also searched for in the tasks' `folders`, at any depth.
+    Local files are also searched for in the tasks' `folders`, at any depth. If the model `thinks`,
+    tasks that score given texts raise InputError before they download their documents.
     """
     from lm_eval.api.task import ConfigurableTask
 
     original = ConfigurableTask.download
 
     def download(self: "ConfigurableTask", dataset_kwargs: dict[str, object] | None = None) -> None:
+        if thinks and self.OUTPUT_TYPE != "generate_until":
+            where = f"task {self.config.task}"
+            raise InputError.of(rules.THINKING, where, kind=str(self.OUTPUT_TYPE))
         dataset = str(self.DATASET_PATH)
         kwargs = dataset_kwargs or {}
         on_progress(f"{STAGE}{PROGRESS_DETAIL}{dataset}", done, total)
@@ -308,25 +310,6 @@ def explained_downloads(
         yield
 
 
-@contextmanager
-def generating_tasks_only() -> Iterator[None]:
-    """Inside the block, tasks that score given texts raise NoThinkingError.
-
-    They raise it before they download their documents.
-    """
-    from lm_eval.api.task import ConfigurableTask
-
-    original = ConfigurableTask.download
-
-    def download(self: "ConfigurableTask", dataset_kwargs: dict[str, object] | None = None) -> None:
-        if self.OUTPUT_TYPE != "generate_until":
-            raise thinking_error(str(self.config.task), str(self.OUTPUT_TYPE))
-        original(self, dataset_kwargs)
-
-    with override_attribute(ConfigurableTask, "download", download):
-        yield
-
-
 def found_documents(value: object, task: str, folders: Sequence[Path]) -> object:
     """Return the paths of local document files.
 
@@ -340,15 +323,14 @@ def found_documents(value: object, task: str, folders: Sequence[Path]) -> object
         return [found_documents(each, task, folders) for each in value]
     if not isinstance(value, str) or "*" in value or Path(value).exists():
         return value
-    need = "the task's documents, in this folder or next to its YAML file"
-    files = [*_candidates(value, task, folders)]
-    if len(files) == 1:
-        return str(files[0])
-    if files:
-        got, fix = f"{len(files)} files {value}", f"set it to one of {', '.join(map(str, files))}"
-    else:
-        got, fix = f"no file {value}", "put the documents there, or correct the path"
-    raise InputError(f"task {task}: data_files", got=got, need=need, fix=fix)
+    files = _candidates(value, task, folders)
+    where = f"task {task}: data_files"
+    if not files:
+        raise InputError.of(rules.NO_FILE, where, file=value)
+    if len(files) > 1:
+        count = len(files)
+        raise InputError.of(rules.SEVERAL_FILES, where, count=count, file=value, files=files)
+    return str(files[0])
 
 
 def _candidates(value: str, task: str, folders: Sequence[Path]) -> list[Path]:
@@ -383,8 +365,7 @@ def _fetched(request: SessionRequest) -> FetchedTasks:
 def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError | TaskMetrics]:
     """Build every task once to download its documents. Yield the errors and the tasks' metrics."""
     if importlib.util.find_spec("lm_eval") is None:
-        fix = "install it for this interpreter with `pip install lm-eval`"
-        raise EnvironmentFault(sys.executable, got="lm-eval is not installed", need="", fix=fix)
+        raise _missing_module("tasks", "lm_eval", "lm-eval")
     total = len(request.tasks)
     folders = request.include_paths
     report(STAGE, 0, total)
@@ -392,18 +373,14 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
     for number, task in enumerate(request.tasks):
         sandbox = nullcontext() if request.trust_remote_code else tasks_as_data()
         thinks = bool(request.lm_eval.enable_thinking)
-        generating = generating_tasks_only() if thinks else nullcontext()
         try:
-            with explained_downloads(report, number, total, folders), generating, sandbox:
+            with explained_downloads(report, number, total, folders, thinks=thinks), sandbox:
                 loaded = load_tasks(request, manager, [task])
-            if thinks:
-                yield from _tasks_without_thinking(loaded)
             yield from loaded_metrics(loaded)
-        except NoThinkingError as error:
-            yield error
         except VexportError as error:
             yield error
-            yield from _data_problem(task, _settings(task, manager), report, folders)
+            if error.rule != rules.THINKING.id:
+                yield from _data_problem(task, _settings(task, manager), report, folders)
     report(STAGE, total, total)
 
 
@@ -433,14 +410,6 @@ def _metrics_of_task(task: "Task") -> TaskMetrics:
     is_own_class = type(task) is not ConfigurableTask
     has_code = is_own_class or task.config.process_results is not None
     return TaskMetrics(name=str(task.task_name), metrics=metrics, has_code=has_code)
-
-
-def _tasks_without_thinking(loaded: "list[Task | Group]") -> Iterator[InputError]:
-    """Yield an error for every task that scores given texts: `enable_thinking` does not fit it."""
-    for entry in loaded:
-        for task in entry.get_all_tasks() if hasattr(entry, "get_all_tasks") else [entry]:
-            if task.OUTPUT_TYPE != "generate_until":
-                yield thinking_error(str(task.task_name), str(task.OUTPUT_TYPE))
 
 
 def _data_problem(

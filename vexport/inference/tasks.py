@@ -17,18 +17,19 @@ from pathlib import Path
 import yaml
 
 from vexport.config_files import MOST_BYTES, MOST_VALUES, BoundedLoader, load_yaml
-from vexport.errors import InputError, nearest_hint, raise_all, shown
+from vexport.errors import InputError, nearest_hint, raise_all
 from vexport.errors.extras import attempt_all
 from vexport.files import write_text
 from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import resolved
+from vexport.rules import file as file_rules
+from vexport.rules import tasks as rules
 
 Config = dict[str, object]
 # Matches the names of tasks, groups and tags that a YAML file defines or lists.
 _INDEXED_NAME = re.compile(
     rb"^[ \t-]*(?:task|group|tag)[ \t]*:[ \t]*[\"']?([\w.+-]+)|^[ \t]*-[ \t]*[\"']?([\w.+-]+)", re.M
 )
-TRUST = "add --trust-remote-code if you trust the file"
 REQUIRED_KEYS = ("task", "dataset_path")
 GROUP_KEYS = ("group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag")
 GROUP_SUFFIX = ".group.yaml"
@@ -72,8 +73,6 @@ DEFAULT_METRICS: Mapping[str, tuple[str, ...]] = {
 }
 """Metrics of tasks without a `metric_list`, by output type (lm_eval/api/registry.py)."""
 DEFAULT_OUTPUT_TYPE = "generate_until"
-METRIC_CODE = "Python code that would run"
-METRIC_FIX = "add --trust-remote-code if you trust the code, or use a metric of lm-eval"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +149,11 @@ class TaskFile:
     def thinking_errors(self) -> list[InputError]:
         """Return an error for each task that scores given texts, for `enable_thinking`."""
         tasks = [(str(each.get("task")), str(each.get("output_type"))) for each in self._tasks]
-        return [thinking_error(name, kind) for name, kind in tasks if kind in METRICS]
+        return [
+            InputError.of(rules.THINKING, f"task {name}", kind=kind)
+            for name, kind in tasks
+            if kind in METRICS
+        ]
 
     def write(self, folder: Path) -> str:
         """Write `folder`/NAME/NAME.yaml and the modules next to it, and return the file's path."""
@@ -211,32 +214,16 @@ def read_tasks(
     read = attempt_all(
         (task, partial(_read, task, include_paths, trust_remote_code)) for task in tasks
     )
-    need = "each task name only once"
-    fix = "remove one of the tasks, or rename it (key `task`)"
     prepared = PreparedTasks(tasks=tuple(read))
     names = prepared.names
     raise_all(
         [
-            InputError(f"task {task}", got=f"a second task {name}", need=need, fix=fix)
+            InputError.of(rules.TWICE, f"task {task}", name=name)
             for number, (task, name) in enumerate(zip(tasks, names, strict=True))
             if name in names[:number]
         ]
     )
     return prepared
-
-
-class NoThinkingError(InputError):
-    """`enable_thinking` is set for a task that scores given texts."""
-
-
-def thinking_error(task: str, output_type: str) -> NoThinkingError:
-    """Build the error for `enable_thinking` with a task that generates nothing."""
-    return NoThinkingError(
-        f"task {task}",
-        got=f"enable_thinking with the output type {output_type}",
-        need="a task that generates text, because a model does not think to score given texts",
-        fix="remove enable_thinking (--enable-thinking), or evaluate this task in a separate call",
-    )
 
 
 def _read(task: str, include_paths: Sequence[Path], trust: bool) -> TaskFile | str:
@@ -245,7 +232,7 @@ def _read(task: str, include_paths: Sequence[Path], trust: bool) -> TaskFile | s
         require_known(task, include_paths)
         return task
     config = read_task(path, trust)
-    if isinstance(config.get("task"), list):
+    if config.get("task") and isinstance(config["task"], list):
         return TaskFile(config=_inlined(path, config, trust))
     _require_complete(path, config, trust)
     return TaskFile(config=config)
@@ -253,11 +240,7 @@ def _read(task: str, include_paths: Sequence[Path], trust: bool) -> TaskFile | s
 
 def _inlined(path: Path, config: Config, trust: bool) -> Config:
     """Return a group's keys with the keys of its tasks inlined. lm-eval accepts this form."""
-    name = config.get("group")
-    if not isinstance(name, str) or Path(name).name != name:
-        need = "the group's name, which must be a valid file name"
-        fix = "add or correct the key group"
-        raise InputError(f"{path}: group", got=shown(name), need=need, fix=fix)
+    _require_name(path, config, "group")
     given = config["task"]
     assert isinstance(given, list)
     shared = {key: value for key, value in config.items() if key not in GROUP_KEYS}
@@ -267,12 +250,8 @@ def _inlined(path: Path, config: Config, trust: bool) -> Config:
         members.append(_member(path, member, trust))
         values += sum(1 for _ in leaves(members[-1]))
         if values > MOST_VALUES:
-            got, need = f"tasks with more than {MOST_VALUES:,} values", "fewer values"
-            raise InputError(f"{path}: task", got=got, need=need, fix="split the group")
-    if not members:
-        raise InputError(
-            f"{path}: task", got="no tasks", need="at least one", fix="list the group's tasks"
-        )
+            what = "values in a group"
+            raise InputError.of(rules.TOO_LARGE, f"{path}: task", most=MOST_VALUES, what=what)
     for member in members:
         _require_complete(path, shared | member, trust)
     return config | {"task": members}
@@ -287,42 +266,40 @@ def _member(path: Path, member: object, trust: bool) -> Config:
     name = str(member)
     if not name.endswith((".yaml", ".yml")):
         name += ".yaml"
-    return read_task(path.parent / name, trust, (path.resolve(),))
+    return read_task(path.parent / name, trust)
+
+
+def _require_name(path: Path, config: Config, key: str) -> None:
+    """Raise InputError if the name of a task or a group cannot be the name of a file."""
+    name = config.get(key)
+    if not isinstance(name, str) or Path(name).name != name:
+        raise InputError.of(rules.NAME, f"{path}: {key}", name=name)
 
 
 def _require_complete(path: Path, config: Config, trust: bool) -> None:
+    where = str(path)
     missing = [key for key in REQUIRED_KEYS if not isinstance(config.get(key), str)]
     if not any(config.get(key) for key in EVALUATION_SPLITS):
         missing.append(" or ".join(EVALUATION_SPLITS))
     if config.get("output_type") != "loglikelihood_rolling" and "doc_to_target" not in config:
         missing.append("doc_to_target")
-    problems = [
-        InputError(str(path), got=f"no key {key}", need="this key", fix="add the key")
-        for key in missing
-    ]
-    name = str(config.get("task"))
-    if Path(name).name != name:
-        fix = "use letters, digits, - and _"
-        problems.append(InputError(f"{path}: task", got=name, need="a valid file name", fix=fix))
+    problems = [InputError.of(rules.KEY, where, key=key) for key in missing]
     kwargs = config.get("dataset_kwargs")
-    fix = "put it next to the YAML file, or correct dataset_kwargs.data_files"
     files = _texts(kwargs.get("data_files") if isinstance(kwargs, dict) else None)
     problems += [
-        InputError(str(path), got=f"no file {file}", need="the task's data", fix=fix)
+        InputError.of(rules.NO_FILE, where, file=file)
         for file in dict.fromkeys(files)
         if "://" not in file and not _matching(Path(file))
     ]
     if config.get("dataset_path") == PICKLED:
-        where, fix = f"{path}: dataset_path", "store the documents as JSON lines or parquet"
-        problems.append(
-            InputError(where, got="pickled documents", need="data that cannot run code", fix=fix)
-        )
+        problems.append(InputError.of(rules.PICKLED, f"{path}: dataset_path"))
     problems += [
-        InputError(f"{path}: metric {metric}", got=METRIC_CODE, need="", fix=METRIC_FIX)
+        InputError.of(rules.CODE, f"{path}: metric", name=metric)
         for metric in _listed_metrics(config)
         if not trust and is_foreign_code(metric)
     ]
     raise_all(problems or [*_unknown_metrics(path, config)])
+    _require_name(path, config, "task")
 
 
 def _listed_metrics(config: Config) -> Iterator[str]:
@@ -338,9 +315,14 @@ def _unknown_metrics(path: Path, config: Config) -> Iterator[InputError]:
     known = METRICS.get(output_type, ())
     for metric in _listed_metrics(config) if known and "process_results" not in config else ():
         if metric not in known:
-            need = f"one of {', '.join(known)} ({output_type})"
-            fix = f"correct the name{nearest_hint(metric, known)}"
-            yield InputError(f"{path}: metric", got=metric, need=need, fix=fix)
+            yield InputError.of(
+                rules.METRIC,
+                f"{path}: metric",
+                metric=metric,
+                known=known,
+                output_type=output_type,
+                hint=nearest_hint(metric, known),
+            )
 
 
 def reads_hub(spec: str) -> bool:
@@ -426,14 +408,13 @@ TaskDumper.add_representer(
 )
 
 
-def read_task(path: Path, trust: bool, above: tuple[Path, ...] = ()) -> Config:
+def read_task(path: Path, trust: bool) -> Config:
     """Return the keys of a task's file and of its includes.
 
-    The file's keys override the keys of its includes. Paths of data become absolute. `above` are
-    the files that include this file. Raises InputError for a cycle, and for more than
-    `MOST_INCLUDES` includes.
+    The file's keys override the keys of its includes. Paths of data become absolute. Raises
+    InputError for more than `MOST_INCLUDES` includes, and so for a file that includes itself.
     """
-    return _TaskFiles(trust=trust).read(path, above)
+    return _TaskFiles(trust=trust).read(path)
 
 
 @dataclass(slots=True)
@@ -444,28 +425,24 @@ class _TaskFiles:
     parsed: dict[Path, Config] = field(default_factory=dict)
     includes: int = 0
 
-    def read(self, path: Path, above: tuple[Path, ...]) -> Config:
+    def read(self, path: Path) -> Config:
         """Return the keys of a file and its includes; see `read_task`."""
         file = resolved(path)
-        if file in above:
-            raise InputError(
-                str(path), got="an include of itself", need="no cycle", fix="remove the include"
-            )
         if file not in self.parsed:
             config = parse_task(path, self.trust)
             includes = config.pop("include", [])
             merged: Config = {}
             for include in includes if isinstance(includes, list) else [includes]:
                 self._count(path)
-                merged |= self.read(path.parent / str(include), (*above, file))
+                merged |= self.read(path.parent / str(include))
             self.parsed[file] = merged | with_absolute_paths(config, file.parent)
         return self.parsed[file]
 
     def _count(self, path: Path) -> None:
         self.includes += 1
         if self.includes > MOST_INCLUDES:
-            got, need = f"more than {MOST_INCLUDES} includes", f"at most {MOST_INCLUDES} per task"
-            raise InputError(f"{path}: include", got=got, need=need, fix="join the files")
+            where = f"{path}: include"
+            raise InputError.of(rules.TOO_LARGE, where, most=MOST_INCLUDES, what="includes")
 
 
 def task_files(path: Path) -> list[Path]:
@@ -543,14 +520,15 @@ def parse_task(path: Path, trust: bool) -> Config:
 
     Raises InputError if the file is not a YAML mapping, or has `!function` without `trust`.
     """
-    need = "the YAML of a task"
-    config = load_yaml(path, need, _Loader)
+    config = load_yaml(path, "the YAML of a task", _Loader)
     for function in () if trust else _functions(config):
-        got = f"!function {function.name}, {METRIC_CODE}"
-        raise InputError(f"{path}:{function.line}", got=got, need=need, fix=TRUST)
+        raise InputError.of(
+            rules.CODE, f"{path}:{function.line}", name=f"!function {function.name}"
+        )
     if not isinstance(config, dict):
-        got, need = f"a {type(config).__name__}", "a mapping with the keys of a task"
-        raise InputError(str(path), got=got, need=need, fix="correct the file")
+        kind = f"a {type(config).__name__}"
+        need = "a mapping with the keys of a task"
+        raise InputError.of(file_rules.JSON_OBJECT, str(path), kind=kind, need=need)
     return {str(key): value for key, value in config.items()}
 
 
@@ -620,10 +598,8 @@ def require_known(name: str, include_paths: Sequence[Path]) -> None:
         if name in names:
             return
     close = difflib.get_close_matches(name, names, n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else "list them with `lm-eval ls tasks`"
-    raise InputError(
-        f"task {name}", got="an unknown name", need="a task of lm-eval or a YAML file", fix=hint
-    )
+    remedy = f"did you mean {' or '.join(close)}?" if close else "list them with `lm-eval ls tasks`"
+    raise InputError.of(rules.NO_SUCH_TASK, f"task {name}", remedy=remedy)
 
 
 def _is_readable(file: Path) -> bool:
