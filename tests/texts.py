@@ -6,6 +6,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from vexport.errors import VexportError
+from vexport.rules.book import Rule
+
 
 def assert_contains(text: str, *parts: str) -> None:
     """Check that `text` contains every part, in any order.
@@ -25,6 +28,19 @@ def assert_raises(error: type[Exception], *parts: str) -> Iterator[None]:
     __tracebackhide__ = True
     with pytest.raises(error) as caught:
         yield
+    assert_contains(str(caught.value), *parts)
+
+
+@contextmanager
+def breaks(rule: Rule, *parts: str) -> Iterator[None]:
+    """Check that the block raises an error of this rule, whose message contains every part.
+
+    The parts are facts, such as a number or a path. The words of a rule are not asserted.
+    """
+    __tracebackhide__ = True
+    with pytest.raises(VexportError) as caught:
+        yield
+    assert caught.value.rule == rule.id, str(caught.value)
     assert_contains(str(caught.value), *parts)
 
 

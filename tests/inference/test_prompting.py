@@ -8,13 +8,14 @@ import click
 import pytest
 from transformers import AutoTokenizer
 
-from tests.texts import assert_raises
+from tests.texts import breaks
 from vexport.checkpoint.chat_template import chat_templates
 from vexport.cli.prompting import EVALUATE_SYNTAXES
 from vexport.cli.settings import given_settings, setting_options
-from vexport.errors import InputError
 from vexport.inference.lm_eval_model import ServedChat
 from vexport.inference.prompting import lm_eval_settings
+from vexport.rules import prompts as rules
+from vexport.rules.book import Rule
 from vexport.scenario import Evaluate
 from vexport.scenario.evaluate import LmEvalSettings
 
@@ -78,30 +79,32 @@ def test_template_is_applied_if_models_have_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "settings", "parts"),
+    ("old", "new", "settings", "rule", "parts"),
     [
-        ({}, {}, {"apply_chat_template": True}, ["baseline: chat template", "no template"]),
-        ({}, {}, {"fewshot_as_multiturn": True}, ["no chat template", "fewshot_as_multiturn"]),
-        (CHAT, {}, {}, ["candidate: chat template", "no template"]),
-        ({}, CHAT, {}, ["baseline: chat template", "no template"]),
+        ({}, {}, {"apply_chat_template": True}, rules.NO_TEMPLATE, ["baseline: chat template"]),
+        ({}, {}, {"fewshot_as_multiturn": True}, rules.MULTITURN, ["baseline"]),
+        (CHAT, {}, {}, rules.NO_TEMPLATE, ["candidate: chat template"]),
+        ({}, CHAT, {}, rules.NO_TEMPLATE, ["baseline: chat template"]),
         (
             CHAT,
             {"chat_template.jinja": SPACED},
             {},
-            [
-                "new:",
-                "chat template",
-                "character 36",
-                "' <assistant>Paris. ",
-                "'<assistant>Paris.<",
-            ],
+            rules.OTHER_TEMPLATE,
+            ["new:", "character 36", "' <assistant>Paris. ", "'<assistant>Paris.<"],
         ),
-        (CHAT, CHAT, {"apply_chat_template": "rag"}, ["no template", "rag", "one of default"]),
+        (
+            CHAT,
+            CHAT,
+            {"apply_chat_template": "rag"},
+            rules.NO_SUCH_TEMPLATE,
+            ["rag", "default"],
+        ),
         (
             {**RAG, "additional_chat_templates/tool.jinja": TEMPLATE},
             RAG,
             {},
-            ["templates without a default", "rag, tool"],
+            rules.NO_SUCH_TEMPLATE,
+            ["default", "rag or tool"],
         ),
     ],
 )
@@ -109,11 +112,12 @@ def test_models_with_different_prompts_are_refused(
     old: dict[str, str],
     new: dict[str, str],
     settings: dict[str, bool | str],
+    rule: Rule,
     parts: list[str],
     tmp_path: Path,
 ) -> None:
     models = {"baseline": model(tmp_path / "old", old), "candidate": model(tmp_path / "new", new)}
-    with assert_raises(InputError, *parts):
+    with breaks(rule, *parts):
         lm_eval_settings(Evaluate(tasks=("a",), **settings), models)
 
 
@@ -148,5 +152,5 @@ def test_endless_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     chat.enable_thinking = None
     chat.settings = LmEvalSettings()
-    with assert_raises(InputError, "chat template", "not finished", "0.3 s"):
+    with breaks(rules.TEMPLATE, "chat template", "0.3 s"):
         chat.apply_chat_template([{"role": "user", "content": "hello"}])

@@ -14,6 +14,7 @@ from vexport.errors import InputError
 from vexport.inference.model import Model, override_attribute
 from vexport.inference.stored_responses import FinishedText
 from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
+from vexport.rules import prompts as rules
 from vexport.scenario.evaluate import LmEvalSettings
 
 if TYPE_CHECKING:
@@ -54,10 +55,7 @@ class ServedChat:
         if isinstance(name, str):
             self.hf_chat_template = self.tokenizer.get_chat_template(name)
         if name and not self.hf_chat_template:
-            got = "no template that vLLM finds"
-            need = "a template to apply"
-            fix = "add a chat template to the tokenizer, or use --no-apply-chat-template"
-            raise InputError("chat template", got=got, need=need, fix=fix)
+            raise InputError.of(rules.NO_TEMPLATE, "chat template")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the template in use, which lm-eval records."""
@@ -75,10 +73,8 @@ class ServedChat:
             return self._rendered(chat_history, add_generation_prompt)
         except jinja2.TemplateError as error:
             if self.settings.system_instruction is not None:
-                got = f"{type(error).__name__}: {error}"
-                need = "a template that supports system messages"
-                fix = "remove the system instruction, or add it to the tasks' doc_to_text"
-                raise InputError("chat template", got=got, need=need, fix=fix) from error
+                reason = f"{type(error).__name__}: {error}"
+                raise InputError.of(rules.TEMPLATE, "chat template", reason=reason) from error
             others = [message for message in chat_history if message["role"] != "system"]
             return self._rendered(others, add_generation_prompt)
 
@@ -95,9 +91,7 @@ class ServedChat:
                     **thinking,
                 )
         except TimeoutError as error:
-            need = "a template that renders in time"
-            fix = "correct the template, or use --no-apply-chat-template"
-            raise InputError("chat template", got=str(error), need=need, fix=fix) from error
+            raise InputError.of(rules.TEMPLATE, "chat template", reason=str(error)) from error
         return text
 
 
@@ -187,9 +181,6 @@ def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None
     different prompts.
     """
     if prompt + new > room:
-        raise InputError(
-            f"task {request.task_name}, document {request.doc_id}",
-            got=f"a prompt of {prompt} tokens and {new} to generate",
-            need=f"at most {room} in total (max_model_len)",
-            fix="raise max_model_len, or lower max_gen_toks (256 by default) or num_fewshot",
-        )
+        where = f"task {request.task_name}, document {request.doc_id}"
+        reason = f"max_model_len is {room}"
+        raise InputError.of(rules.TOO_LONG, where, prompt=prompt, new=new, reason=reason)

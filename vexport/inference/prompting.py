@@ -14,13 +14,10 @@ from vexport.errors import InputError, raise_all
 from vexport.files import read_json_object
 from vexport.inference.answers import ServedSession
 from vexport.records import Json
+from vexport.rules import prompts as rules
 from vexport.scenario import Evaluate
 from vexport.scenario.evaluate import LmEvalSettings, ResponseSettings
 
-_FIX_COPY_TEMPLATE = "copy chat_template.jinja from {}"
-_FIX_NO_TEMPLATE = (
-    "do not apply it (--no-apply-chat-template, or apply_chat_template: false in a scenario)"
-)
 CONVERSATION = (
     {"role": "user", "content": "What is the capital of France?"},
     {"role": "assistant", "content": "Paris."},
@@ -44,14 +41,11 @@ def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSe
         for role, other in others:
             is_same = chat_templates(root) == chat_templates(other)
             for difference in () if is_same else template_difference(root, other):
-                need = f"the same prompts as the {first}"
-                fix = f"{_FIX_COPY_TEMPLATE.format(f'the {first}')}, or {_FIX_NO_TEMPLATE}"
-                raise InputError(f"{role} {other}", got=difference, need=need, fix=fix)
+                where = f"{role} {other}"
+                raise InputError.of(rules.OTHER_TEMPLATE, where, difference=difference, other=first)
     elif settings.fewshot_as_multiturn:
         role, root = next(iter(models.items()))
-        got, need = "no chat template", "a chat template for fewshot_as_multiturn"
-        fix = "remove fewshot_as_multiturn, or add a chat template"
-        raise InputError(f"{role} {root}", got=got, need=need, fix=fix)
+        raise InputError.of(rules.MULTITURN, f"{role} {root}")
     multiturn = settings.fewshot_as_multiturn
     given = settings.model_dump(include={*ResponseSettings.model_fields})
     decided = {
@@ -76,15 +70,8 @@ def _template(settings: Evaluate, templates: Mapping[str, Mapping[str, str]]) ->
 def _missing_template(role: str, name: str, templates: Mapping[str, str]) -> InputError:
     where = f"{role}: chat template"
     if not templates:
-        fix = f"{_FIX_COPY_TEMPLATE.format('a model that has a template')}, or {_FIX_NO_TEMPLATE}"
-        return InputError(where, got="no template", need="a template to apply", fix=fix)
-    named = ", ".join(sorted(templates))
-    if name == DEFAULT:
-        got = f"several templates without a default: {named}"
-        fix = "choose one (--chat-template NAME, or apply_chat_template: NAME in a scenario)"
-        return InputError(where, got=got, need="a default template", fix=fix)
-    got = f"no template with the name {name}"
-    return InputError(where, got=got, need=f"one of {named}", fix="choose one of these templates")
+        return InputError.of(rules.NO_TEMPLATE, where)
+    return InputError.of(rules.NO_SUCH_TEMPLATE, where, name=name, names=sorted(templates))
 
 
 def differences(baseline: ServedSession, candidate: ServedSession) -> Iterator[str]:

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vexport.architectures.config import text_config
 from vexport.errors import InputError, first_line
+from vexport.rules import prompts as rules
 
 TEXTS = (
     "The capital of France is Paris. The capital of Italy is Rome. The capital of Japan is",
@@ -106,12 +107,8 @@ def _tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
         if len(tokenizer) <= len(tokenizer.all_special_ids):
             raise ValueError("no vocabulary")
     except Exception as error:  # transformers raises any class for a file that it cannot read
-        raise InputError(
-            str(checkpoint),
-            got=f"no tokenizer that transformers can read ({first_line(error)})",
-            need="tokenizer.json, or other files of the model's tokenizer",
-            fix="copy the tokenizer's files from the source to the checkpoint",
-        ) from error
+        reason = first_line(error)
+        raise InputError.of(rules.TOKENIZER, str(checkpoint), reason=reason) from error
     return tokenizer
 
 

@@ -42,6 +42,7 @@ from vexport.inference.session_folder import (
 from vexport.inference.text_rows import read_rows, truncated_rows
 from vexport.records import named
 from vexport.records.values import MOST_COUNT
+from vexport.rules import server as rules
 from vexport.scenario import Evaluate
 from vexport.scenario.evaluate import LmEvalSettings
 from vexport.scenario.serve import EngineArguments
@@ -287,12 +288,8 @@ class EndpointSource(ResponseSource):
         served = server.model.max_model_len or needed
         longest = min(served, self.options.serve.max_model_len or needed)
         if settings.text is not None and longest <= _MIN_TEXT_TOKENS:
-            raise InputError(
-                f"{self.role} {self.url}",
-                got=f"sequences of at most {longest} tokens",
-                need=f"sequences of more than {_MIN_TEXT_TOKENS} tokens for --text",
-                fix="start the server with a longer --max-model-len",
-            )
+            where = f"{self.role} {self.url}"
+            raise InputError.of(rules.SHORT_CONTEXT, where, most=longest)
         return longest
 
     def _request(

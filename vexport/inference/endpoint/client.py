@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from vexport.errors import EnvironmentFault
+from vexport.rules import server as rules
 
 MEBIBYTE = 1 << 20
 # Limits in bytes and seconds for the body of an error. Messages show only its beginning.
@@ -129,10 +130,6 @@ async def _exchange(
 
 
 async def _read(response: httpx.Response, most_bytes: int) -> Reply:
-    """Read the body of a response.
-
-    Raises NoReplyError if the body is too large or has an unknown encoding.
-    """
     status = response.status_code
     headers = response.headers
     content = bytearray()
@@ -203,12 +200,7 @@ def _proxy(url: str) -> httpx.Proxy | None:
             raise ValueError(proxy)
         return httpx.Proxy(proxy if "://" in proxy else f"http://{proxy}")
     except (ValueError, httpx.InvalidURL):
-        raise EnvironmentFault(
-            f"{parts.scheme.upper()}_PROXY",
-            got="a proxy address that vexport cannot use",
-            need="http://HOST:PORT",
-            fix="correct the environment variable, or exclude the server with NO_PROXY",
-        ) from None
+        raise EnvironmentFault.of(rules.PROXY, f"{parts.scheme.upper()}_PROXY") from None
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

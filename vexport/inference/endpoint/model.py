@@ -19,6 +19,7 @@ from vexport.inference.row_scores import (
 from vexport.inference.stored_responses import StoredResponses, answer_to_json
 from vexport.records import DraftCounts, Json, OnProgress
 from vexport.records.values import MOST_COUNT
+from vexport.rules import server as rules
 
 # Maximum number of log-probabilities per position from vLLM's server, unless the server was started
 # with --max-logprobs.
@@ -122,11 +123,8 @@ class EndpointModel(Model):
         if parameters == TEXT:
             places = self.server.score(prompt, _TOP_LOGPROBS, self.vocabulary)
             if any(token < 0 for place in places for token in place):
-                raise EnvironmentFault(
-                    self.server.endpoint.url,
-                    got="tokens without their ids",
-                    need="token ids, as vLLM returns them with return_tokens_as_token_ids",
-                    fix="evaluate tasks (--task) instead of --text",
+                raise EnvironmentFault.of(
+                    rules.NO_SCORES, self.server.endpoint.url, reply="its tokens have no ids"
                 )
             return scores_to_json(scores_of_places(places))
         if isinstance(parameters, dict):
@@ -154,12 +152,7 @@ class EndpointModel(Model):
         """
         before = self.server.metrics(COUNTERS)
         if DRAFTS not in before:
-            raise InputError(
-                self.server.endpoint.url,
-                got="no draft counters at /metrics",
-                need="a vLLM server started with --speculative-config",
-                fix="start the server with --speculative-config, or remove --speculative",
-            )
+            raise InputError.of(rules.NO_DRAFTS, self.server.endpoint.url)
         self.server.generate(
             prompt, {"max_tokens": DRAFT_TOKENS, "temperature": 0, "ignore_eos": True}
         )
@@ -202,19 +195,12 @@ def _counters_after_answer(server: Server, before: Mapping[str, float]) -> dict[
 def _require_one_answer(url: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
     missing = [name for name in COUNTERS if name not in before or name not in after]
     if missing:
-        got = f"no counter {missing[0]} at /metrics"
-        raise EnvironmentFault(url, got=got, need="vLLM's counters", fix="use a vLLM server")
+        raise EnvironmentFault.of(rules.COUNTERS, url, found=f"no counter {missing[0]}")
     answered = after[FINISHED_REQUESTS] - before[FINISHED_REQUESTS]
     if answered != 1 or after[RUNNING_REQUESTS]:
-        raise EnvironmentFault(
-            url,
-            got=f"{answered:g} finished and {after[RUNNING_REQUESTS]:g} running requests",
-            need="one finished request, and no other client while drafts are counted",
-            fix="run the command again while no other client uses the server",
-        )
-    fallen = [name for name in COUNTERS if name != RUNNING_REQUESTS and after[name] < before[name]]
-    if fallen:
-        name = fallen[0]
-        got = f"the counter {name} fell from {before[name]:g} to {after[name]:g}"
-        fix = "run the command again without restarting the server"
-        raise EnvironmentFault(url, got=got, need="", fix=fix)
+        found = f"{answered:g} finished and {after[RUNNING_REQUESTS]:g} running requests"
+        raise EnvironmentFault.of(rules.COUNTERS, url, found=found)
+    for name in COUNTERS:
+        if name != RUNNING_REQUESTS and after[name] < before[name]:
+            found = f"{name} that fell from {before[name]:g} to {after[name]:g}"
+            raise EnvironmentFault.of(rules.COUNTERS, url, found=found)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
+from vexport.errors import shown
 from vexport.inference.endpoint.client import Reply
 from vexport.inference.endpoint.key_mask import KeyMask
 from vexport.inference.row_scores import TokenLogprobs
@@ -58,16 +59,12 @@ _STATUS_KEYS = ("code", "status", "status_code", "http_code")
 _RATE_LIMIT = re.compile(r"rate.?limit|too.?many.?requests|resource.?exhausted", re.IGNORECASE)
 _OVERLOAD = re.compile(r"overloaded|unavailable", re.IGNORECASE)
 _SECONDS = re.compile(r"\d{1,9}(\.\d*)?")
-# Finds the limit in the messages of vLLM, SGLang, llama.cpp, TGI and OpenAI about a prompt that is
-# too long.
-_LIMIT = re.compile(
-    r"(?:context[ _](?:length|size|window)|model "
-    r"length|max_model_len|n_ctx|max_total_tokens|must be <=)"
-    r"\D{0,40}?(\d{1,9})",
-    re.IGNORECASE,
-)
+# Matches the messages of vLLM, SGLang, llama.cpp, TGI and OpenAI about a prompt that is too long.
 _TOO_LONG = re.compile(
-    r"context.length.exceeded|prompt.{0,20} too long|exceed.{0,40}context", re.IGNORECASE
+    r"context.length.exceeded|prompt.{0,20} too long|exceed.{0,40}context"
+    r"|(?:context[ _](?:length|size|window)|model length|max_model_len|n_ctx|max_total_tokens"
+    r"|must be <=)\D{0,40}?\d",
+    re.IGNORECASE,
 )
 
 
@@ -227,14 +224,9 @@ def _seconds(retry_after: str) -> float:
     return max(0.0, (moment - datetime.now(UTC)).total_seconds())
 
 
-def length_limit(words: str) -> int | None:
-    """Return the limit in the message of a server that refuses a prompt as too long.
-
-    Returns 0 if the message has no number, and None if the server refuses something else.
-    """
-    if match := _LIMIT.search(words):
-        return int(match[1])
-    return 0 if _TOO_LONG.search(words) else None
+def is_too_long(words: str) -> bool:
+    """Return True if a server refuses a prompt because it is too long."""
+    return _TOO_LONG.search(words) is not None
 
 
 def model_cards(content: Json) -> dict[str, ModelCard]:
@@ -349,10 +341,8 @@ def positions_of(
 
 def _position(token: int, value: Json, others: Json, vocabulary: int) -> TokenLogprobs:
     own = _logprob(value)
-    if not math.isfinite(own):
-        raise TemporaryError(
-            f"a log-probability of {own} for a token of the prompt, which must be finite"
-        )
+    if own == -math.inf:
+        raise TemporaryError("an infinite log-probability of a token of the prompt")
     if not isinstance(others, dict):
         raise TemporaryError(f"top_logprobs with {json_type(others)} instead of an object")
     position = {token: own}
@@ -367,11 +357,10 @@ def _position(token: int, value: Json, others: Json, vocabulary: int) -> TokenLo
 
 def _logprob(value: Json) -> float:
     """Return a log-probability, which may be -inf. Raises TemporaryError for other values."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TemporaryError(f"a log-probability that is {json_type(value)}, not a number")
-    if not value <= _LARGEST_LOGPROB:
-        raise TemporaryError("a log-probability that is above 0 or NaN")
-    return float(value) if value > -1e300 else -math.inf
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not value <= _LARGEST_LOGPROB:  # type: ignore[operator]
+        raise TemporaryError(f"{shown(value)} instead of a log-probability")
+    return float(value) if value > -1e300 else -math.inf  # type: ignore[arg-type, operator]
 
 
 def _token_id(digits: str, vocabulary: int) -> int:

@@ -39,7 +39,7 @@ from vexport.inference.endpoint.replies import (
     answer_of,
     choice_of,
     counters_of,
-    length_limit,
+    is_too_long,
     model_cards,
     positions_of,
     read_json,
@@ -49,6 +49,8 @@ from vexport.inference.endpoint.replies import (
 from vexport.inference.row_scores import TokenLogprobs
 from vexport.records import Endpoint, Json
 from vexport.records.values import MOST_COUNT
+from vexport.rules import prompts as prompt_rules
+from vexport.rules import server as rules
 from vexport.version import __version__
 
 T = TypeVar("T")
@@ -65,14 +67,8 @@ _FIRST_CONTACT_ENDS = 15.0
 _MAX_EQUAL_FAILURES = 3
 # Seconds between two lines about a server that does not respond.
 _RETRY_LINE_SECONDS = 30.0
-_FIX_RESUME = "check the server, and run the command again to resume: finished responses are kept"
-_FIX_ADDRESS = "check the server and its address (http://HOST:PORT/v1)"
-_FIX_CHOOSE_MODEL = "choose a model with --model (--baseline-model for the baseline)"
-_SCORES_NEEDED = "completions with echo and logprobs, as vLLM supports them"
-_FIX_WITHOUT_SCORES = (
-    "remove --text, and tasks that score likelihoods (multiple choice, perplexity)"
-)
 _MAX_SHOWN = 300
+_NO_SUCH_MODEL = re.compile(r"model\b.{0,200}\b(does not exist|not found)", re.IGNORECASE)
 # Maximum size of a response in bytes: a fixed part, and a part for each token of generated text or
 # of a prompt with 20 log-probabilities.
 _ANSWER_BYTES = 4 * MEBIBYTE
@@ -131,15 +127,9 @@ def require_address(url: str) -> None:
     except (ValueError, httpx.InvalidURL):
         has_host = False
     if not has_host:
-        fix = "use http://HOST:PORT/v1"
-        raise InputError(
-            clip(visible(url), 100), got="no host", need="the address of a server", fix=fix
-        )
+        raise InputError.of(rules.ADDRESS, clip(visible(url), 100))
     if parts.username or parts.password or parts.query or parts.fragment:
-        where = f"{parts.scheme}://{parts.hostname}"
-        got = "a password, a query or a fragment in the address"
-        fix = f"remove it, and set {API_KEY} to the server's key if it needs one"
-        raise InputError(where, got=got, need="only the address", fix=fix)
+        raise InputError.of(rules.MORE_THAN_ADDRESS, f"{parts.scheme}://{parts.hostname}")
 
 
 def _ignore(line: str) -> None:
@@ -166,9 +156,7 @@ class Server:
         self._stopped = threading.Event()
         key = os.environ.get(API_KEY, "").strip()
         if not (key.isascii() and key.isprintable()):
-            got = "characters that an HTTP header cannot contain"
-            fix = "set the variable to the key only"
-            raise InputError(API_KEY, got=got, need="a key", fix=fix)
+            raise InputError.of(rules.KEY_TEXT, API_KEY)
         self._mask = KeyMask(key)
         self._url = endpoint.url.rstrip("/")
         if not urlsplit(self._url).path:
@@ -207,8 +195,9 @@ class Server:
             words = error.got
         if words:
             before = self._describe_model(self.model)
-            got = f"the served model has changed: {words} instead of {before}"
-            raise EnvironmentFault(self.endpoint.url, got=got, need="", fix=_FIX_RESUME)
+            raise EnvironmentFault.of(
+                rules.OTHER_MODEL, self.endpoint.url, now=words, before=before
+            )
 
     def generate(self, prompt: Sequence[int], parameters: Mapping[str, Json]) -> Continuation:
         """Generate a continuation of a prompt, with `parameters` of the completions API."""
@@ -256,11 +245,8 @@ class Server:
                 SCORE, {"prompt": list(prompt), **scoring, **ids}, read, most_bytes
             )
         except NoScoresError:
-            raise UnreachableError(
-                self.endpoint.url,
-                got=f"no log-probabilities of the prompt in the response to {SCORE}",
-                need=_SCORES_NEEDED,
-                fix=_FIX_WITHOUT_SCORES,
+            raise UnreachableError.of(
+                rules.NO_SCORES, self.endpoint.url, reply="its response has none"
             ) from None
 
     def metrics(self, names: Iterable[str]) -> dict[str, float]:
@@ -315,54 +301,24 @@ class Server:
         prompt = body["prompt"]
         new = body.get("max_tokens")
         assert isinstance(prompt, list)
-        if error.status == 404 and re.search(
-            r"model\b.{0,200}\b(does not exist|not found)", words, re.IGNORECASE
-        ):
-            need = f"a server with the model {self._describe_model(self.model)}"
-            return InputError(url, got=words, need=need, fix=_FIX_CHOOSE_MODEL)
+        if error.status == 404 and _NO_SUCH_MODEL.search(words):
+            known = self._describe_model(self.model)
+            return InputError.of(rules.MODEL, url, found=words, known=known)
         if error.status in NO_SUCH_PATH:
-            return InputError(
-                url,
-                got=f"no completions ({words})",
-                need="/completions with prompts as token ids (with chat completions, the server's "
-                "template would change the prompts)",
-                fix="use the address of vLLM itself behind the gateway; or evaluate both models "
-                "with lm-eval's local-chat-completions and compare the results with `vexport "
-                "verdict`",
-            )
-        limit = length_limit(str(error))
-        if error.status not in NO_KEY and limit is not None:
-            return InputError(
-                url,
-                got=f"a prompt of {len(prompt)} tokens and {new or 'some'} to generate: {words}",
-                need=f"at most {limit} tokens in total" if limit else "fewer tokens",
-                fix="start the server with a longer context, or lower --max-gen-toks, "
-                "--num-fewshot or (with --text) --text-tokens",
-            )
+            return InputError.of(rules.NO_COMPLETIONS, url, reply=words)
+        if error.status not in NO_KEY and is_too_long(str(error)):
+            length, new = len(prompt), body.get("max_tokens") or "some"
+            return InputError.of(prompt_rules.TOO_LONG, url, prompt=length, new=new, reason=words)
         if purpose == SCORE and 400 <= error.status < 500 and error.status not in NO_KEY:
-            got = f"no log-probabilities of prompts from the server ({words})"
-            return InputError(url, got=got, need=_SCORES_NEEDED, fix=_FIX_WITHOUT_SCORES)
+            return InputError.of(rules.NO_SCORES, url, reply=words)
         return self._refused_request_error(purpose, error)
 
     def _refused_request_error(self, purpose: str, error: RefusedError) -> InputError:
-        need = "a response without an error"
+        rule = rules.REDIRECT if error.status < 400 else rules.REFUSED
         if error.status in NO_KEY:
-            fix = f"set {API_KEY} to a key that the server accepts"
-        elif error.status < 400:
-            fix = (
-                "use the address that the server redirects to (vexport does not follow redirects, "
-                "because the API key would be sent there)"
-            )
-        elif purpose == GENERATE:
-            need = "/completions with prompts as token ids, as vLLM supports it"
-            fix = (
-                "change the parameters that the server refuses (--gen-kwargs, the task's "
-                "generation_kwargs), or use another server"
-            )
-        else:
-            fix = "correct the address (http://HOST:PORT/v1)"
-        got = f"{self._printable(str(error))}, in response to {purpose}"
-        return InputError(self.endpoint.url, got=got, need=need, fix=fix)
+            rule = rules.KEY
+        reply = self._printable(str(error))
+        return InputError.of(rule, self.endpoint.url, reply=reply, request=purpose)
 
     def _read_served_model(
         self, seconds: float, ends: float | None, version: str | None
@@ -376,11 +332,9 @@ class Server:
         cards = self._cards(seconds, ends)
         name = self.endpoint.model or (next(iter(cards)) if len(cards) == 1 else None)
         if name not in cards:
-            got = f"no model {name}" if name else f"{len(cards)} models"
-            need = f"one of {', '.join(cards)}"
-            raise InputError(
-                self.endpoint.url, got=got, need=self._printable(need), fix=_FIX_CHOOSE_MODEL
-            )
+            found = f"no model {name}" if name else f"{len(cards)} models"
+            known = self._printable(", ".join(cards))
+            raise InputError.of(rules.MODEL, self.endpoint.url, found=found, known=known)
         card = cards[name]
         return ServedModel(
             name=name,
@@ -401,14 +355,8 @@ class Server:
                 return {self.endpoint.model: ModelCard(root="", max_model_len=None)}
             if error.status < 400:
                 raise self._refused_request_error(MODELS, error) from None
-            other = "correct the address (http://HOST:PORT/v1)"
-            if error.status in NO_KEY:
-                other = f"set {API_KEY}"
-            fix = f"{_FIX_CHOOSE_MODEL} and its tokenizer with --tokenizer, or {other}"
-            got = f"no list of models ({self._printable(str(error))})"
-            raise InputError(
-                self.endpoint.url, got=got, need="/models, or the model's name", fix=fix
-            ) from None
+            reply = self._printable(str(error))
+            raise InputError.of(rules.NO_LIST, self.endpoint.url, reply=reply) from None
 
     def _version(self, seconds: float, ends: float | None) -> str:
         """Return vLLM's version, or an empty string for other servers.
@@ -461,7 +409,13 @@ class Server:
                     deadline = min(now + seconds, ends or now + seconds)
                 failures["" if error.is_busy else error.kind] += 1
                 if failures[error.kind] >= _MAX_EQUAL_FAILURES and purpose not in self._answered:
-                    raise self._unsupported_request_error(purpose, words) from None
+                    raise UnreachableError.of(
+                        rules.SAME_FAILURE,
+                        self.endpoint.url,
+                        request=purpose,
+                        times=_MAX_EQUAL_FAILURES,
+                        reason=words,
+                    ) from None
                 pause = min(max(wait, error.wait), _LONGEST_WAIT)
                 assert deadline is not None
                 if now + pause <= deadline:
@@ -469,18 +423,11 @@ class Server:
                     if not self._stopped.wait(pause):
                         wait *= 2
                         continue
-                fix = _FIX_RESUME if ends is None else _FIX_ADDRESS
-                got = f"no response: {words}"
-                raise UnreachableError(self.endpoint.url, got=got, need="", fix=fix) from None
+                raise UnreachableError.of(
+                    rules.NO_RESPONSE, self.endpoint.url, reason=words
+                ) from None
             self._answered.add(purpose)
             return answer
-
-    def _unsupported_request_error(self, purpose: str, words: str) -> UnreachableError:
-        fix = "check the server's log"
-        if purpose == SCORE:
-            fix += f"; or {_FIX_WITHOUT_SCORES}"
-        got = f"no response to {purpose}, {_MAX_EQUAL_FAILURES} times with the same error: {words}"
-        return UnreachableError(self.endpoint.url, got=got, need="", fix=fix)
 
     def _report_retry(self, words: str, left: float) -> None:
         now = time.monotonic()
@@ -498,11 +445,8 @@ class Server:
         try:
             return self._client.send(url, body, seconds=seconds, most_bytes=most_bytes)
         except CertificateError as error:
-            got = f"a certificate that cannot be verified ({self._printable(str(error))})"
-            fix = "set SSL_CERT_FILE to the file of its certificate authority"
-            raise UnreachableError(
-                self.endpoint.url, got=got, need="a trusted certificate", fix=fix
-            ) from None
+            reason = self._printable(str(error))
+            raise UnreachableError.of(rules.CERTIFICATE, self.endpoint.url, reason=reason) from None
         except NoReplyError as error:
             passing = TemporaryError(str(error))
             passing.is_busy = error.is_connection

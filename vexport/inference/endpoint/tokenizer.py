@@ -13,16 +13,12 @@ from vexport.inference.endpoint.server import ServedModel, Server
 from vexport.inference.options import BASELINE, EngineOptions
 from vexport.names import Folder, HubName, SourceRef
 from vexport.records import PROGRESS_DETAIL
+from vexport.rules import server as rules
 from vexport.scenario import Evaluate
 
 # Names of files from which transformers loads a tokenizer: vocabularies of all kinds, settings.
 _TOKENIZER_FILE = re.compile(
     r"tokenizer.*\.(json|model)|vocab.*\.(json|txt)|tekken\.json|spiece\.model|sentencepiece.*\.model|.*\.tiktoken"
-)
-_TOKENIZER_NEEDED = "tokenizer.json, or other files of a tokenizer"
-_PROMPTS_NEED = "a tokenizer for the prompts"
-_GIVE_TOKENIZER = (
-    "set --tokenizer to a folder or ORG/NAME (evaluate: {tokenizer: ...} in a scenario)"
 )
 
 
@@ -79,19 +75,12 @@ def _servers_tokenizer(where: str, server: Server) -> Path:
     if folder.is_dir() and _is_local(url):
         if _has_tokenizer(folder):
             return folder
-        got = f"no tokenizer in {shown}, with which the server was started"
-        raise InputError(where, got=got, need=_TOKENIZER_NEEDED, fix=_GIVE_TOKENIZER)
+        raise InputError.of(rules.NO_TOKENIZER, where, name=shown)
     model = None if folder.is_absolute() else HubName.parse(name)
     if model is None:
-        got = f"{shown} from the server, neither a model of the hub nor a folder on this machine"
-        raise InputError(where, got=got, need=_PROMPTS_NEED, fix=_GIVE_TOKENIZER)
+        raise InputError.of(rules.NO_TOKENIZER, where, name=shown)
     if not _is_local(url) and name != server.endpoint.model:
-        got = f"{shown}, a hub model that a server on another machine reports"
-        fix = (
-            f"add --tokenizer {shown} if you expect this model (evaluate: "
-            f"{{tokenizer: {shown}}} in a scenario)"
-        )
-        raise InputError(where, got=got, need="your confirmation before the download", fix=fix)
+        raise InputError.of(rules.UNCONFIRMED_TOKENIZER, where, name=shown)
     listing = list_files(model)
     return fetch(listing, side_files(listing.sizes))
 
@@ -101,12 +90,9 @@ def _chosen_tokenizer(where: str, ref: SourceRef) -> Path:
         case HubName():
             listing = list_files(ref)
             return fetch(listing, side_files(listing.sizes))
-        case Folder() if ref.path.is_dir():
-            if not _has_tokenizer(ref.path):
-                got = f"no tokenizer in {ref.path}"
-                raise InputError(where, got=got, need=_TOKENIZER_NEEDED, fix=_GIVE_TOKENIZER)
+        case Folder() if _has_tokenizer(ref.path):
             return ref.path
-    raise InputError(where, got=str(ref), need=_PROMPTS_NEED, fix=_GIVE_TOKENIZER)
+    raise InputError.of(rules.NO_TOKENIZER, where, name=str(ref))
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -38,6 +38,7 @@ from vexport.inference.model import override_attribute
 from vexport.inference.stored_responses import open_stored_responses
 from vexport.inference.text_scores import write_text_scores
 from vexport.records import PROGRESS_DETAIL, OnProgress
+from vexport.rules import server as rules
 from vexport.version import __version__
 
 # Allowance for padding. Models may have more embedding rows than the tokenizer has tokens, to make
@@ -130,11 +131,7 @@ def _largest_vocabulary(request: SessionRequest) -> int:
     except InputError as error:
         if request.trust_tokenizer or not request.trust_remote_code:
             raise
-        fix = (
-            "pass the tokenizer with --tokenizer: --trust-remote-code does not apply to a "
-            "tokenizer that the server reports"
-        )
-        raise InputError(error.where, got=error.got, need=error.need, fix=fix) from None
+        raise InputError.of(rules.UNTRUSTED_TOKENIZER, error.where, reason=error.got) from None
     assert isinstance(tokenizer, Sized)
     known = len(tokenizer)
     return known + max(_MIN_PADDING, known // 4)
