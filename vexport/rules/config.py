@@ -18,7 +18,6 @@ UNQUANTIZED = Rule(
     "warning",
     "precision",
     got="no layer with quantized tensors and no quantized KV cache",
-    need="a quantized checkpoint",
     do="check the quantized checkpoint instead, if this is the unquantized model",
 )
 QUANT_METHOD = Rule(
@@ -204,8 +203,7 @@ MX_GROUPS = Rule(
 NVFP4_KEYS = Rule(
     "config/nvfp4-keys",
     claim="refused",
-    got="no {missing:and}",
-    need="the keys {keys:and} for NVFP4",
+    got="no {missing:and}: NVFP4 needs the keys {keys:and}",
     do=_KEY,
 )
 NVFP4_GROUP_SIZE = Rule(
@@ -246,8 +244,7 @@ MODEL_SIZE = Rule(
 QUARK_CACHE = Rule(
     "config/quark-cache",
     claim="refused",
-    got="no such output_tensors for {patterns!j}",
-    need="layers with output_tensors in fp8_e4m3, per tensor, in layer_quant_config",
+    got="{patterns!j} in layer_quant_config without output_tensors in fp8_e4m3, per tensor",
     do=_KEY,
 )
 QUARK_WEIGHTS = Rule(

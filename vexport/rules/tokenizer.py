@@ -20,8 +20,8 @@ NO_TOKENIZER = Rule(
 NO_PROCESSOR = Rule(
     "tokenizer/no-processor",
     claim="refused",
-    got="neither file: vLLM only starts with --language-model-only",
-    need="{files:or}, which {model} needs for images, sound or video",
+    got="neither {files:or}, which {model} needs for images, sound or video: vLLM only starts "
+    "with --language-model-only",
     do="copy the source's files",
     loader_faults=(),
 )
