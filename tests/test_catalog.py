@@ -40,7 +40,7 @@ SHARED = {
         "registration",
         "search",
     },
-    "checks": {"numbers"},
+    "checks": {"ignoring", "numbers"},
 }
 
 
