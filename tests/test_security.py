@@ -24,7 +24,7 @@ from vexport.inference.endpoint import server
 from vexport.inference.endpoint.server import Server
 from vexport.records import Endpoint
 from vexport.records.patterns import MOST_SECONDS
-from vexport.reports.findings import MAX_FOLLOWING
+from vexport.reports.renderers import html, markdown, text
 from vexport.scores.readers.parquet_rows import LARGEST_CONTENT
 
 PAGE = (ROOT / ".github" / "SECURITY.md").read_text(encoding="utf-8")
@@ -65,12 +65,13 @@ def test_limits_equal_code() -> None:
         f"after {data.MAX_BROKEN_ROWS} broken rows",
         f"after {data.MAX_MULTIMODAL_ROWS:,} rows with images",
         f"{MAX_CHARACTERS} characters a line, {MAX_LINES} lines",
-        f"| {MAX_FOLLOWING} of a cause",
+        f"| {text.MAX_FINDINGS} kinds in text and Markdown, {html.MAX_FINDINGS} in HTML",
         f"first contact {server._FIRST_CONTACT_ENDS:g} s",
         f"| {server._ANSWER_BYTES >> 20} MiB",
         f"its last {process._READ_BYTES >> 20} MB, {process._LONGEST_LINE:,} characters a line",
     ):
         assert words in shown, words
+    assert markdown.MAX_FINDINGS == text.MAX_FINDINGS
     endpoint = Endpoint(url="http://localhost")
     assert f"{endpoint.request_timeout:g} s in all phases" in shown
     assert f"retries {endpoint.retry_seconds:g} s" in shown

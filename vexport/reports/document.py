@@ -13,7 +13,7 @@ from vexport.records import Finding
 from vexport.records.gates import SEVERITIES, Gate, Status
 from vexport.records.scale import Scale
 from vexport.records.values import plural
-from vexport.reports.findings import MAX_FOLLOWING, FindingKind, fold
+from vexport.reports.findings import fold
 from vexport.reports.formatting import outcome_line
 
 if TYPE_CHECKING:
@@ -383,7 +383,7 @@ def warnings(texts: Iterable[str]) -> list[Paragraph]:
 
 
 def finding_parts(part: FindingList, limit: int) -> tuple[Part, ...]:
-    """Return a table of at most `limit` kinds of findings, and tables of possible consequences.
+    """Return a table of at most `limit` kinds of findings.
 
     If kinds are left out, a note counts their findings and names the complete list.
     """
@@ -393,14 +393,6 @@ def finding_parts(part: FindingList, limit: int) -> tuple[Part, ...]:
     kinds = [(gate, kind) for gate, findings in by_gate.items() for kind in fold(findings)]
     kinds.sort(key=lambda pair: SEVERITIES.index(pair[1].first.severity))
     more = sum(kind.count + kind.following for _, kind in kinds[limit:])
-    return parts(
-        _kinds(kinds[:limit]),
-        [_following(gate, kind) for gate, kind in kinds[:limit] if kind.follow],
-        muted(f"{plural(more, 'more finding')} in {part.everything}") if more else None,
-    )
-
-
-def _kinds(kinds: Iterable[tuple[str, FindingKind]]) -> Table:
     rows = (
         (
             TableCell(
@@ -411,13 +403,9 @@ def _kinds(kinds: Iterable[tuple[str, FindingKind]]) -> Table:
             kind.first.expected,
             kind.finding.fix,
         )
-        for gate, kind in kinds
+        for gate, kind in kinds[:limit]
     )
-    return table(("Where", "Severity", "Got", "Need", "Do"), rows)
-
-
-def _following(gate: str, kind: FindingKind) -> Details:
-    summary = f"{plural(kind.following, 'finding')} that may follow from {kind.places}"
-    more = f", {kind.not_shown:,} of them not shown" if kind.not_shown else ""
-    shown = _kinds((gate, other) for other in kind.follow[:MAX_FOLLOWING])
-    return Details(TableCell(summary + more), (shown,))
+    return parts(
+        table(("Where", "Severity", "Got", "Need", "Do"), rows),
+        muted(f"{plural(more, 'more finding')} in {part.everything}") if more else None,
+    )

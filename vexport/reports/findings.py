@@ -1,7 +1,7 @@
 """Fold findings for reports that people read, and build the gates of runs and verdicts.
 
 Findings of the same kind are shown as a single finding, with their number. Consequences of a wrong
-config are shown below their cause. JSON has every finding.
+config are counted at their cause. JSON has every finding.
 """
 
 import math
@@ -45,8 +45,6 @@ _NUMBER = re.compile(r"\d+")
 _INDEX = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=[.\s]|$)")
 _MAX_RANGES = 4
 _MAX_NAMES = 4
-# Maximum kinds of consequences shown below a cause. Further kinds are counted.
-MAX_FOLLOWING = 20
 _CONFIG_KEY = "quantization_config"
 # Checks whose results depend on the quantization config.
 _JUDGED_BY_CONFIG = frozenset({"completeness", "shapes", "values", "fusion", "devices"})
@@ -67,47 +65,40 @@ _ONLY_LOADED = "not requested: the checkpoint was only loaded"
 class FindingKind:
     """Findings of one kind: the first finding, all places as one text, and the number of findings.
 
-    `follow` are the kinds of findings that may be consequences.
+    `following` is the number of other findings that may be consequences.
     """
 
     first: Finding
     places: str
     count: int
-    follow: tuple["FindingKind", ...] = ()
-
-    @property
-    def following(self) -> int:
-        """Number of findings that are consequences of this kind."""
-        return sum(kind.count for kind in self.follow)
-
-    @property
-    def not_shown(self) -> int:
-        """Number of consequences in the kinds beyond MAX_FOLLOWING."""
-        return sum(kind.count for kind in self.follow[MAX_FOLLOWING:])
+    following: int = 0
 
     @property
     def finding(self) -> Finding:
-        """One finding for the whole kind. Its remedy includes the number of findings."""
+        """One finding for the whole kind. Its remedy includes the numbers of findings."""
         notes = [f"{self.count - 1:,} more like it"] if self.count > 1 else []
-        notes += (
-            [f"{plural(self.following, 'more finding')} may follow from it"] if self.follow else []
-        )
+        notes += [self.consequences] if self.following else []
         fix = f"{self.first.fix} ({', '.join(notes)})" if notes else self.first.fix
         return replace(self.first, where=self.places, fix=fix)
+
+    @property
+    def consequences(self) -> str:
+        """The number of findings that may be consequences, in words."""
+        return f"{plural(self.following, 'more finding')} may follow from it"
 
 
 def fold(findings: Sequence[Finding]) -> tuple[FindingKind, ...]:
     """Fold findings by kind, in their order.
 
     If findings report a wrong quantization config, findings of checks that depend on the config may
-    be consequences. They are moved below the last of their possible causes.
+    be consequences. They are counted at the last of their possible causes.
     """
     if not any(map(_is_cause, findings)):
         return kinds(findings)
-    follow = kinds(finding for finding in findings if _follows(finding))
     kept = kinds(finding for finding in findings if not _follows(finding))
     last = max(number for number, kind in enumerate(kept) if _is_cause(kind.first))
-    return (*kept[:last], replace(kept[last], follow=follow), *kept[last + 1 :])
+    following = sum(kind.count for kind in kinds(filter(_follows, findings)))
+    return (*kept[:last], replace(kept[last], following=following), *kept[last + 1 :])
 
 
 def kinds(findings: Iterable[Finding]) -> tuple[FindingKind, ...]:

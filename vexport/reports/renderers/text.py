@@ -16,7 +16,7 @@ from vexport.errors import clip, visible
 from vexport.records import Finding
 from vexport.records.values import plural
 from vexport.reports import document as doc
-from vexport.reports.findings import MAX_FOLLOWING, FindingKind, fold
+from vexport.reports.findings import FindingKind, fold
 from vexport.reports.formatting import capitalized
 
 # Width of text that is not printed on a terminal.
@@ -28,6 +28,8 @@ UNWRAPPED = 4096
 MAX_FINDINGS = 20
 # Start of a warning.
 WARNING = "warning  "
+# Where all findings are listed.
+_ALL = "see --format json (or `check --all`)"
 # Number of columns between two columns of a table.
 _COLUMN_GAP = 2
 _MAX_TEXT = 1000
@@ -250,33 +252,18 @@ def _findings(part: doc.FindingList, width: int) -> Iterator[RenderableType]:
         return
     folded = fold(findings)
     for kind in folded[:MAX_FINDINGS]:
-        yield from _kind(kind, width)
+        yield _kind(kind, width)
     if more := sum(kind.count + kind.following for kind in folded[MAX_FINDINGS:]):
         yield Text(f"{plural(more, 'more finding')}: see --format json")
 
 
-def _kind(kind: FindingKind, width: int) -> Iterator[RenderableType]:
-    """Yield a block for the kind, and below it a line for each kind of possible consequences."""
-    block = _finding(replace(kind.first, where=kind.places), width)
-    more = f"  and {kind.count - 1:,} more like it: see --format json (or `check --all`)"
-    yield Group(block, Text(more)) if kind.count > 1 else block
-    if not kind.follow:
-        return
-    rows = []
-    for other in kind.follow[:MAX_FOLLOWING]:
-        first = other.first
-        # If nothing is expected, `got` is a whole sentence.
-        found = f"got {first.got}, need {first.expected}" if first.expected else first.got
-        what = f"{other.places}: {found}  [{first.rule or first.check}]"
-        rows.append((f"{other.count:,}", what))
-    if kind.not_shown:
-        rows.append((f"{kind.not_shown:,}", "of other kinds: see --format json (or `check --all`)"))
-    longest = max(len(count) for count, _ in rows)
-    rows = [(count.rjust(longest), what) for count, what in rows]
-    note = (
-        f"{plural(kind.following, 'more finding')} may follow from it; correct it and check again"
-    )
-    yield Group(_wrapped(note, width), _aligned(rows, width, indent=2))
+def _kind(kind: FindingKind, width: int) -> RenderableType:
+    lines = []
+    if kind.count > 1:
+        lines.append(Text(f"  and {kind.count - 1:,} more like it: {_ALL}"))
+    if kind.following:
+        lines.append(_wrapped(f"{kind.consequences}; correct it and check again: {_ALL}", width))
+    return Group(_finding(replace(kind.first, where=kind.places), width), *lines)
 
 
 def _finding(finding: Finding, width: int, *, every: bool = False) -> RenderableType:
