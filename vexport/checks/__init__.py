@@ -239,7 +239,6 @@ class _TranslatedChecks:
 def _blame_source(
     found: Iterable[Finding], view: CheckpointView, source: Path
 ) -> Iterator[Finding]:
-    """Yield the findings. On tensors with the same bytes as in the source, errors are warnings."""
     tensors, origins = view.index.tensors, read_index(source).tensors
     with Reader() as reader:
         for finding in found:

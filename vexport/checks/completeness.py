@@ -144,10 +144,6 @@ def _missing_tensors(view: CheckpointView, layout: ModelLayout) -> dict[str, str
 def _missing_findings(
     view: CheckpointView, layout: ModelLayout, missing: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Yield findings on missing tensors.
-
-    If a whole part of the model is missing, there is a single finding for the part.
-    """
     stored_modules = {
         name[:at] for name in view.index.tensors for at, letter in enumerate(name) if letter == "."
     }
@@ -254,10 +250,6 @@ def _missing_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]
 
 
 def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
-    """Report missing decoder layers of a class that has no layout.
-
-    The number of decoder layers is compared with `num_hidden_layers` in the config.
-    """
     numbers: dict[str, set[int]] = {}
     for name in view.index.tensors:
         prefix, mark, rest = name.partition(f".{LAYERS}.")

@@ -87,10 +87,6 @@ def _compressed_tensors(view: CheckpointView, config: Mapping[str, Json]) -> Ite
 
 
 def _method_findings(view: CheckpointView, method: "QuantMethod") -> Iterator[Finding]:
-    """Yield findings on another method's config.
-
-    They report keys that vLLM refuses or misreads, and arguments that it does not support.
-    """
     place = view.quantization.place
     for problem in method.problems:
         yield replace(problem, where=f"{place}.{problem.where}")
@@ -133,7 +129,6 @@ def _is_static_int8(args: QuantArgs | str) -> bool:
 
 
 def _groups(view: CheckpointView) -> Iterator[Finding]:
-    """Report config groups that vLLM refuses, and input_activations that it ignores."""
     users = [
         (group.name, fused)
         for fused in view.model.fused_layers
@@ -156,7 +151,6 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _refused_group(group: ConfigGroup, where: str, refusal: str | None) -> Finding:
-    """Return the finding on a group that vLLM refuses, or does not run for routed experts."""
     arguments = described(group)
     if group.format not in FORMAT_NAMES:
         # vLLM's reason for an unknown combination only repeats the format.

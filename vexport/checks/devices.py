@@ -127,7 +127,6 @@ def _shapes(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _unsupported_layers(view: CheckpointView, ranks: int) -> Iterator[tuple[str, str]]:
-    """Yield the kind of each layer that vLLM cannot run on this number of ranks, and the reason."""
     for fused in view.model.fused_layers:
         group = view.lookup.group_of(fused) if view.layers.is_quantized(fused) else None
         members = view.layers.members_with_sizes(fused, group)
@@ -158,7 +157,6 @@ def _by_group(view: CheckpointView) -> list[tuple[ConfigGroup, list[FusedLayer]]
 def _capabilities(
     view: CheckpointView, group: ConfigGroup, fused_layers: list[FusedLayer]
 ) -> Iterator[Finding]:
-    """Report GPUs that refuse a group's scheme, or run it with other input bits than stored."""
     support, capabilities = group.storage.gpu_support(group), view.target.sm
     refuses = partial(refuses_scheme, view.model.facts, group)
     layers = (

@@ -63,11 +63,6 @@ def _only_zero_weights_differ(view: CheckpointView, values: Mapping[str, float])
 def _input_finding(
     where: str, values: Mapping[str, float], group: ConfigGroup, used: float
 ) -> Finding:
-    """Return the finding on different scales of the same input.
-
-    The finding is a warning if the inputs are floating-point and most members have the scale that
-    vLLM uses. Otherwise it is an error.
-    """
     inputs, listed = group.input_activations, listed_values(values)
     if inputs is not None and not inputs.is_float:
         return Finding.at(rules.INTEGER_INPUT_SCALE, where, values=listed)
@@ -77,10 +72,6 @@ def _input_finding(
 
 
 def _different_values(view: CheckpointView, fused: FusedLayer, parameter: str) -> dict[str, float]:
-    """Return a parameter's values by member, or {} if all are equal.
-
-    Only members with a single value of the parameter are compared.
-    """
     values: dict[str, float] = {}
     for module in fused.members:
         value = single_value(view.reader, view.model.modules[module].get(parameter))

@@ -161,7 +161,6 @@ def cache_scheme(view: CheckpointView) -> Json:
 
 
 def _all_cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
-    """Yield the tuples of `cache_scales` whether or not the config declares a KV cache scheme."""
     names, architecture = view.model.names, view.model.architecture
     attention = [
         member.rpartition(".")[0]
@@ -201,10 +200,6 @@ def _stored_scale(view: CheckpointView, module: str, parameter: str) -> TensorIn
 def _number_of_scales(
     view: CheckpointView, tensor: TensorInfo, *, per_head: bool
 ) -> Iterator[Finding]:
-    """Report a wrong number of scales.
-
-    Strategy tensor needs a single scale. Strategy attn_head needs a multiple of the KV heads.
-    """
     heads = view.model.text.get("num_key_value_heads") if per_head else None
     count = tensor.num_elements
     if not per_head and count != 1:

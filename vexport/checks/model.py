@@ -205,7 +205,6 @@ def _sizes(
 
 
 def _positions(view: CheckpointView) -> Iterator[Finding]:
-    """Report invalid numbers in RoPE settings, and position tables that do not fit into memory."""
     accepted = transformers_table(view.model.version).accepted
     for key, value in wrong_numbers(view.index.config, accepted):
         is_share = key.rpartition(".")[2] in PARTIAL

@@ -164,7 +164,6 @@ def not_finite(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _count_not_finite(view: CheckpointView, tensor: TensorInfo, *, infinity: bool) -> int:
-    """Return the number of NaN values in a tensor, with `infinity` also of infinite values."""
     size = BITS[tensor.dtype] // 8
     codes = np.frombuffer(view.reader.raw(tensor), dtype=f"<u{size}")
     signed, sign = codes.view(f"<i{size}"), 1 << 8 * size - 1
@@ -361,7 +360,6 @@ def largest_output(view: CheckpointView, module: str) -> float | None:
 
 
 def _largest_weight(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> float | None:
-    """Return the largest weight that a layer's scales can represent, or None if it is unknown."""
     scale, global_scale = layer.filled("weight_scale"), layer.filled("weight_global_scale")
     if scale is None or scale.dtype in EXPONENT_DTYPES:
         return None

@@ -115,7 +115,6 @@ def _narrowed_dimension(view: CheckpointView, fused: FusedLayer) -> int | None:
 
 
 def _dtype(view: CheckpointView, tensor: TensorInfo, expected: Parameter) -> Iterator[Finding]:
-    """Report a wrong dtype. The finding is a warning if vLLM's cast keeps nearly all precision."""
     if tensor.dtype in expected.dtypes:
         return
     is_negligible = tensor.name.endswith(GLOBAL_SCALES) and is_rounding_negligible(
@@ -134,10 +133,6 @@ def _shape(
     *,
     narrowing: bool,
 ) -> Iterator[Finding]:
-    """Report a wrong shape.
-
-    If `narrowing` is True, a tensor that is only too large along `dimension` is a warning.
-    """
     scalar = expected.shape == (1,) and tensor.shape == ()
     if tensor.shape == expected.shape or scalar:
         return
@@ -173,7 +168,6 @@ def _is_narrowed(stored: tuple[int, ...], expected: Shape, dimension: int | None
 
 
 def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
-    """Report scales that were rounded to 16 bits while most scales of this kind are float32."""
     stored: dict[tuple[str, str], dict[str, list[str]]] = {}
     for kind, tensor in _scales(view):
         if tensor.dtype in FLOATING:
@@ -205,7 +199,6 @@ def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]
 
 
 def _unquantized(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
-    """Compare norms, biases, embeddings and unquantized layers with the model's config."""
     quantized = {module for fused in view.layers.quantized for module in fused.members}
     narrowed_dimensions: dict[str, int | None] = {}
     for fused in view.model.fused_layers:
@@ -222,10 +215,6 @@ def _unquantized(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]
 def _unquantized_tensor(
     view: CheckpointView, name: str, shape: Shape, dimension: int | None
 ) -> Iterator[Finding]:
-    """Report an unquantized tensor with a wrong dtype or shape.
-
-    `dimension` is the dimension along which vLLM narrows the tensor, or None.
-    """
     tensor = view.index.tensors.get(name)
     if tensor is None or JOINED.fullmatch(name):
         return
@@ -273,7 +262,6 @@ def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
 def _compare_widths(
     view: CheckpointView, group: ConfigGroup, fused: FusedLayer
 ) -> Iterator[Finding]:
-    """Report fused layers whose in_features differ, or are not a multiple of the group size."""
     shapes = {layer.name: view.layers.shape_of(layer) for layer in view.layers.members(fused)}
     widths = {name: shape[1] for name, shape in shapes.items() if shape}
     if len(set(widths.values())) > 1:

@@ -103,7 +103,6 @@ def _unquantized(view: CheckpointView, module: str, group: ConfigGroup, kind: st
 
 
 def _quantized_embedding(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
-    """Report quantized embeddings that vLLM refuses, as it does for most models."""
     reason = _embedding_refusal(view, fused)
     if reason is not None:
         stored = quantized_parameters(view.model.modules[fused.name])

@@ -88,7 +88,6 @@ def _template(root: Path, names: Sequence[str]) -> Iterator[Finding]:
 
 
 def _invalid_file(path: Path, severity: Severity) -> Iterator[Finding]:
-    """Report a file that is not valid JSON, or not a valid tokenizer if it is tokenizer.json."""
     try:
         content = read_json_object(path)
         if path.name == TOKENIZER:

@@ -217,7 +217,6 @@ def _zero_scales_are_valid(view: CheckpointView, layer: StoredLayer, scale: Tens
 
 
 def _is_inverse_of_zeros(view: CheckpointView, layer: StoredLayer) -> bool:
-    """Return True if all weights are zero and the stored global scale is a reciprocal."""
     return "weight_global_scale" in view.reciprocals and is_empty(view, layer)
 
 
@@ -313,7 +312,6 @@ def _scale_sizes(
 
 
 def _wrong_sizes(group: ConfigGroup, sizes: Sequence[ScaleSizes]) -> Iterator[Finding]:
-    """Yield findings on the scales of layers that vLLM fuses, at most one for each scale."""
     found: dict[str, Finding] = {}
     for each in sizes:
         name = each.scale.name
@@ -421,7 +419,6 @@ def _quantized(view: CheckpointView) -> Iterator[tuple[StoredLayer, ConfigGroup]
 
 
 def _prefetch_rows(view: CheckpointView, fused: FusedLayer) -> None:
-    """Start reading the rows of a layer's weights that `code_range_findings` examines."""
     if view.lookup.group_of(fused) is None:
         return
     for module in fused.members:
@@ -480,7 +477,6 @@ def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:
 def _full_range_share(
     view: CheckpointView, group: ConfigGroup, layer: StoredLayer, stored: dict[str, Rows]
 ) -> float | None:
-    """Return the share of scales with a code at the end of the range, or None if it is unknown."""
     storage, expected = group.storage, group.expected(layer.parameters)
     weight = layer.filled(storage.weight)
     if weight is None or expected is None or not group.weights.symmetric:

@@ -185,7 +185,6 @@ def group_of_class(name: str, targets: Targets) -> ConfigGroup | None:
 
 
 def _class_of(projection: str, members: Sequence[str], architecture: Architecture) -> str:
-    """Derive the name of vLLM's class of a layer from the layer's name."""
     if is_head(projection):
         return HEAD_CLASS
     if moe_layer(members[0]) is not None:

@@ -92,7 +92,6 @@ class GroupLookup:
         return list(ignored(lookup_name, names, self._quantization.matched_ignore, architecture))
 
     def _find_group(self, fused: FusedLayer) -> ConfigGroup | None:
-        """Look up the group by the method's rules, or by name and class for compressed-tensors."""
         names = self.names(fused)
         if self.unquantized_reason(fused) or len(self.ignored(fused)) == len(names):
             return None

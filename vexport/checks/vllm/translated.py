@@ -102,7 +102,6 @@ def translate(view: CheckpointView) -> TranslatedView:
 
 
 def _cache_scales(view: CheckpointView, tensors: Iterable[str]) -> dict[str, str]:
-    """Map the stored names of the KV cache's scales to compressed-tensors' names."""
     scales = view.quantization.method.cache_scales if view.quantization.method else {}
     return {
         name: f"{name.removesuffix(stored)}{stored.partition('.')[0]}.{own}"

@@ -99,7 +99,6 @@ def _word(group: ConfigGroup, key: str) -> Json:
 
 
 def _agrees(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> bool:
-    """Return True if a layer has exactly the tensors that a group implies, apart from a bias."""
     shape = view.layers.shape_of(replace(layer, group=group))
     needed = set() if shape is None else {*group.parameters(shape)} - group.storage.unread
     return bool(needed) and needed <= layer.parameters.keys() and _allows(view, group, layer)
