@@ -59,7 +59,6 @@ def find_problems(
 
 
 def _problems_with(serves: Sequence[Serve], vllm_python: Path | None) -> list[list[InputProblem]]:
-    """Return the problems of each setting, without starting vLLM if no setting needs a check."""
     checked = [serve for serve in serves if serve.given.keys() - _ALREADY_CHECKED]
     if not checked:
         return [[] for _ in serves]

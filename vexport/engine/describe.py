@@ -157,7 +157,6 @@ def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return the CPU's model name and its instruction sets that vLLM's kernels use."""
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.is_file() else ""
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)

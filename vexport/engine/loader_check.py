@@ -312,7 +312,6 @@ class LoadVerifier:
 
 
 def _source(job: "QuantizeJob") -> Path | None:
-    """Return the folder of a job's source, or None if it is no longer there."""
     source = attempt(partial(resolve_source, job.source), "")
     return source if isinstance(source, Path) else None
 

@@ -117,7 +117,6 @@ def started_process_group(
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Request the end of the group, then kill the remaining processes and wait for their end."""
     assert process.stdin is not None
     process.stdin.close()
     try:
@@ -231,12 +230,10 @@ def failure_from_exit(log: Path, code: int) -> EngineFailure:
 
 
 def _kind(message: str, other: FailureKind) -> FailureKind:
-    """Return the environment failure that a message describes, or `other` if there is none."""
     return next((kind for is_about, kind in _ENVIRONMENT if is_about(message)), other)
 
 
 def _lines(log: Path) -> list[str]:
-    """Return the lines at the end of the log, without vLLM's prefixes of process and logger."""
     if not log.is_file():
         return []
     with log.open("rb") as stream:

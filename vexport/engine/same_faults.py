@@ -64,7 +64,6 @@ def _is_same_refusal(one: Finding, refusal: Finding) -> bool:
 
 
 def _without_known_places(fault: Finding, static: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield the finding on wrong copies without the tensors on which the check has an error."""
     known = {
         place
         for each in static

@@ -325,5 +325,4 @@ def prepare_cpu(arguments: EngineArguments) -> None:
 
 
 def _nodes() -> int:
-    """Return the machine's number of NUMA nodes, or 1 if the kernel does not list them."""
     return len(list(_NODES.glob("node[0-9]*"))) or 1

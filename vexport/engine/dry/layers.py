@@ -78,7 +78,6 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
 
 
 def _stored_precision(method: object, layer: torch.nn.Module, name: str) -> str:
-    """Return the precision of a layer in the checkpoint's config: bits of weight and activation."""
     if type(method).__name__.startswith("Unquantized"):
         return "W16A16"
     config = getattr(method, "quantization_config", None) or getattr(layer, "quant_config", None)

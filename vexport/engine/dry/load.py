@@ -243,7 +243,6 @@ def _layer_cell(result: CellResult, like: LayerKind) -> MatrixCell:
 
 
 def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Finding]:
-    """Yield a finding for each reason, with the cells that did not load for this reason."""
     reasons = defaultdict[tuple[str, str, str], list[Cell]](list)
     for result in results:
         if result.outcome != "loaded":
@@ -284,7 +283,6 @@ def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
 
 
 def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
-    """Yield a finding for each kernel that runs in another precision than the stored precision."""
     kernels = defaultdict[tuple[str, str, str], list[tuple[str, Cell]]](list)
     for result in results:
         for kind in result.layers:
