@@ -137,7 +137,6 @@ def _judge_checkpoints(
     overwrite: bool,
     attribution_settings: AttributionSettings,
 ) -> tuple[Run, ...]:
-    """Do every unfinished stage up to the verdict, and return a run for each checkpoint."""
     parts = _parts(checkpoints)
     refs: list[tuple[str, ModelRef, str]] = [
         (CANDIDATE, ref, part) for ref, part in zip(checkpoints, parts, strict=True)
@@ -253,7 +252,6 @@ def _require_usable(
     *,
     downloads: bool,
 ) -> None:
-    """Raise errors for problems that can be found without an engine."""
     if accept is not None:
         require_writable(accept)
     files = [*_named_paths({"--against": against}), *evaluation_inputs(settings, "--task")]

@@ -289,7 +289,6 @@ def _tasks(verdict: Verdict) -> Iterator[HistoryTask]:
 
 
 def _with_events(entry: _Entry, settled: "_Settled") -> HistoryRow:
-    """Return the row with its events, and record its outcomes."""
     row = entry.row
     tasks = tuple(replace(task, event=settled.event(entry, task)) for task in row.tasks)
     events = {settled.load_event(entry), *(task.event for task in tasks)}
@@ -339,7 +338,6 @@ class _Settled:
 
 
 def _facts(entry: _Entry) -> dict[str, str]:
-    """Return the values that a change is reported of, without the settings in the fingerprint."""
     row = entry.row
     facts = {
         "checkpoint": row.checkpoint,
@@ -353,7 +351,6 @@ def _facts(entry: _Entry) -> dict[str, str]:
 
 
 def _task_facts(entry: _Entry, task: HistoryTask) -> dict[str, str]:
-    """Return how a task was judged: metric, documents, limit and baseline."""
     verdict = entry.verdict
     if verdict is None:
         return {}

@@ -88,7 +88,6 @@ def run_scenario(
 
 
 def _prepare(maker: Maker) -> Preparation:
-    """Choose the prompts. The checkpoint gets the source's tokenizer and chat template."""
     settings = maker.evaluation
     folders = {BASELINE: maker.baseline, "source": maker.index.root}
     if settings.tasks:
@@ -121,7 +120,6 @@ def _run_of(maker: Maker, preparation: Preparation, attribution: AttributionSett
 
 
 def _side(maker: Maker, role: str, inputs: Digests) -> Side:
-    """Return a side of a made checkpoint. A server may run its tasks."""
     settings, is_baseline = maker.evaluation, role == BASELINE
     checkpoint = maker.baseline if is_baseline else maker.checkpoint
     url = settings.baseline_endpoint if is_baseline else settings.endpoint
@@ -144,7 +142,6 @@ def _matrix(scenario: Scenario, options: EngineOptions) -> tuple[Variant, ...]:
 
 
 def _require_weights_found(scenario: Scenario, folder: Path) -> None:
-    """Raise InputErrors if vLLM would not find the weights of a model by its path."""
     evaluate = scenario.evaluate
     baseline = (evaluate.baseline if evaluate is not None else None) or scenario.source
     models = [folder / CHECKPOINT]
@@ -155,7 +152,6 @@ def _require_weights_found(scenario: Scenario, folder: Path) -> None:
 
 
 def _require_usable(scenario: Scenario, options: EngineOptions, *, downloads: bool) -> None:
-    """Raise errors for unusable inputs now, which would otherwise stop the run hours later."""
     require_ignorable(scenario.check.ignore_rules, "check.ignore_rules")
     if scenario.calibration:
         for data in scenario.calibration.sources():

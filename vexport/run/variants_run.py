@@ -93,7 +93,6 @@ def _require_usable(
     *,
     downloads: bool,
 ) -> None:
-    """Raise errors for problems that can be found without an engine."""
     if isinstance(checkpoint, Server):
         raise InputError(
             str(checkpoint),

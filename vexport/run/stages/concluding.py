@@ -55,7 +55,6 @@ class Conclusion(NamedTuple):
 
 
 def _has_outcome(run: Run) -> bool:
-    """Return True unless the run evaluates a checkpoint and compares it with nothing."""
     return run.evaluate is None or run.baseline is not None or bool(run.variants)
 
 
@@ -236,7 +235,6 @@ def _given_checkpoint(run: Run) -> GivenCheckpoint:
 
 
 def _index_of(side: Side | None) -> SourceIndex | None:
-    """Read the headers of a model. Returns None if its files are not on this machine."""
     if side is None or side.checkpoint is None:
         return None
     return read_index(side.checkpoint)

@@ -268,7 +268,6 @@ def choose_auto_schemes(maker: Maker) -> MixedScheme:
 
 
 def _chosen_rules(maker: Maker) -> tuple[Rule, ...]:
-    """Return the scenario's rules. With `auto`, rules for each layer group come before them."""
     mixed = maker.get(choose_auto_schemes)
     if mixed is None:
         return maker.scenario.rules

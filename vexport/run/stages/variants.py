@@ -352,7 +352,6 @@ def _serve(run: Run, role: str, variant: Variant, problem: VexportError | None) 
 
 
 def _require_possible(side: Side, problem: VexportError | None) -> None:
-    """Raise the problem with a variant's arguments, or InputError if its heads cannot be split."""
     if problem is not None:
         raise problem
     assert side.checkpoint is not None
