@@ -85,7 +85,6 @@ def best_mixtures(groups: Sequence[Sequence[SchemeChoice]]) -> Mixtures:
 def _pareto_front(
     num_bytes: npt.NDArray[np.int64], loss: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.int64]:
-    """Return the positions of mixtures with less loss than every smaller mixture, by bytes."""
     order = np.lexsort((loss, num_bytes))
     sorted_loss = loss[order]
     least_before = np.concatenate([[np.inf], np.minimum.accumulate(sorted_loss)[:-1]])

@@ -136,5 +136,4 @@ class InputMoments:
 
 
 def _tokens_of(value: Value) -> torch.Tensor:
-    """Return the tokens of an input, also of a module of experts."""
     return value.tokens if isinstance(value, RoutedTokens) else value

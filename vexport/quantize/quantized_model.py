@@ -167,7 +167,6 @@ class QuantizedModel:
     def _stored_tensors(
         self, weights: Mapping[LinearPlan, torch.Tensor]
     ) -> Mapping[str, torch.Tensor]:
-        """Return the stored tensors that contain these weights, with the new values inserted."""
         tensors: dict[str, torch.Tensor] = {}
         for member, weight in weights.items():
             name, part = member.weight, member.part

@@ -104,7 +104,6 @@ def _note_rounded_layers(done: RoundedLayers, layers: int) -> None:
 
 
 def _write_report(file: Path, walk: LayerWalk, plan: Plan, done: RoundedLayers) -> None:
-    """Write the report of all layers. Raises InputError if no keys and values were observed."""
     layers = map(done.report_of, range(len(walk.layers) + 1))
     report = RoundingReport(layers=tuple(layer for layer in layers if layer is not None))
     if plan.attention:
@@ -208,7 +207,6 @@ class RoundingWatcher:
                 self._run(layer, index)
 
     def _round(self, layer: Layer) -> None:
-        """Round the groups of a decoder layer, while the quantized stream runs through it."""
         rows = WaitingRows(self._runs(partial(self._run, layer)))
         cached = dict[str, KeyValueRanges]()
         stored_name = self._walk.weights.stored_name
@@ -220,7 +218,6 @@ class RoundingWatcher:
         self._store_layer(layer.number, stored, report)
 
     def _round_head(self, layer: Layer) -> None:
-        """Round the groups outside the decoder layers, such as an output head."""
         runs = self._runs(lambda index: layer.run(index, self._quantized[index]))
         rows = RecordedRows(runs if self._inputs.sites else [])
         exact = self._exact if self._inputs.sites else []
@@ -261,13 +258,11 @@ class RoundingWatcher:
         return sum(noises) / sum(signals) if sum(signals) else 0.0
 
     def _store_layer(self, number: int, stored: Stored, report: LayerRounding) -> None:
-        """Store a finished layer, on the first rank."""
         if rank_and_size()[0] == 0:
             self._done.store_layer(number, stored, report)
 
 
 def _is_refit(groups: Sequence[FusionGroup]) -> bool:
-    """Return True if a refit of a group corrects differences between the two streams."""
     return any(strength_of(group).strength > 0 for group in groups)
 
 
@@ -331,7 +326,6 @@ class LayerRounder:
     def _round_module(
         self, name: str, rows: Rows, exact: Sequence[dict[str, Value]], block: ExitStack
     ) -> None:
-        """Round the groups that read the input of a module, from the rows that wait there."""
         inputs = self._inputs.of_module(name)
         groups = [group for site in inputs.sites for group in site.groups]
         self._observe(inputs, groups, name, rows, len(exact))
@@ -352,7 +346,6 @@ class LayerRounder:
         rows: Rows,
         number: int,
     ) -> None:
-        """Compute static scales and importance from the input of a module, over all ranks."""
         statistics = self._statistics.for_groups(groups)
         for index in range(number):
             for module, value in rows.recorded_input(index, name).items():
@@ -370,7 +363,6 @@ class LayerRounder:
     def _round(
         self, groups: Sequence[FusionGroup], moments: InputMoments, block: ExitStack
     ) -> None:
-        """Round some groups, and put them into the model until the end of `block`."""
         stored, how = round_groups(self._model, moments, groups)
         self._stored |= stored
         self._how |= how
