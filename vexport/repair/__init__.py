@@ -131,10 +131,6 @@ def _families() -> Sequence[Family]:
 
 
 def _source_comparison(source: Path, on_progress: OnProgress) -> SourceComparison:
-    """Return the comparison of the repaired checkpoint with its source.
-
-    Raises InputError if `source` is not an unquantized checkpoint.
-    """
     require_extra("torch", "--source")
     from vexport.fidelity.compare import source_comparison
 
@@ -145,7 +141,6 @@ def _source_comparison(source: Path, on_progress: OnProgress) -> SourceCompariso
 
 @contextmanager
 def _compared_source(checkpoint: Path, source: Path) -> "Iterator[ComparedSource]":
-    """Open the source. Its weights are smoothed if the checkpoint was smoothed."""
     from vexport.fidelity.source import ComparedSource
 
     with reader_of(smoothing_of(checkpoint)) as reader:

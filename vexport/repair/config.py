@@ -199,7 +199,6 @@ def _is_first_fit(view: CheckpointView, fused: FusedLayer, group: ConfigGroup) -
 
 
 def _fits_others(view: CheckpointView, fused: FusedLayer, group: ConfigGroup) -> bool:
-    """Return True if the layers also fit a group that quantizes weights or inputs differently."""
     members = [view.model.modules[name] for name in fused.members]
     return any(
         (other.weights, other.input_activations) != (group.weights, group.input_activations)

@@ -107,7 +107,6 @@ def _candidate_groups(group: ConfigGroup) -> Iterator[ConfigGroup]:
 
 
 def _implied_format(group: ConfigGroup) -> str | None:
-    """Return the format that compressed-tensors chooses for a group, or None if it has none."""
     try:
         return str(infer_module_format(Linear, ct_scheme(group)).value)
     except (NotImplementedError, ValueError):
@@ -219,10 +218,6 @@ def weight_change(
 def _in_source(
     view: CheckpointView, source: ComparedSource | None, layer: str
 ) -> torch.Tensor | None:
-    """Return the source's weight of a layer, or None if the source has no such layer.
-
-    The source may store the weight fused or split.
-    """
     if source is None:
         return None
     pieces = SourceTensors(view, source.index, source.reader).pieces(view.layers.by_name[layer])

@@ -196,10 +196,6 @@ def _origins(view: CheckpointView, source: ComparedSource | None) -> SourceTenso
 
 
 def _weight_in_source(origins: SourceTensors | None, layer: StoredLayer) -> torch.Tensor | None:
-    """Return a layer's weight (out, in) from the source, or None if the source has no such layer.
-
-    The source may store the weight fused or split.
-    """
     pieces = origins.pieces(layer) if origins is not None else ()
     if not pieces or layer.group is None or layer.group.refusal is not None:
         return None
@@ -218,7 +214,6 @@ def _scales(view: CheckpointView, fused: FusedLayer, parameter: str) -> dict[str
 
 
 def _same_number(view: CheckpointView, values: Scales) -> Changes:
-    """Replace scales that differ only in their last bits by the most common scale."""
     shared = Counter(values.values()).most_common(1)[0][0]
     changes = Changes()
     for name, value in values.items():
@@ -284,7 +279,6 @@ def _place(fused: FusedLayer) -> str:
 
 
 def _by_own_scales(view: CheckpointView, values: Scales) -> Changes:
-    """Convert the block scales of each layer from its global scale to the smallest global scale."""
     shared = min(values.values())
     changes = Changes()
     for name, value in values.items():
@@ -296,7 +290,6 @@ def _by_own_scales(view: CheckpointView, values: Scales) -> Changes:
 def _by_source(
     view: CheckpointView, fused: FusedLayer, values: Scales, exact: Mapping[str, torch.Tensor]
 ) -> Changes:
-    """Find the actual global scales among the stored scales, and convert to the smallest."""
     candidates = tuple(dict.fromkeys(values.values()))
     actual: dict[str, float] = {}
     for name in values:
@@ -322,10 +315,6 @@ def _by_source(
 def _scale_matching_source(
     view: CheckpointView, layer: StoredLayer, candidates: Sequence[float], exact: torch.Tensor
 ) -> float | None:
-    """Return the global scale with which the stored weight is closest to the source's weight.
-
-    Returns None if the weight does not equal the source's weight with any of the candidates.
-    """
     stored = _with_scale(view, layer, candidates[0]).to(torch.float64).reshape(-1)
     source = exact.to(torch.float64).reshape(-1)
     power, source_power, product = (
