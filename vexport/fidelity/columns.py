@@ -103,7 +103,6 @@ class ColumnSums:
         return faults, tuple(self._unlike_columns(scaled, "scaled"))
 
     def _ratio(self) -> float:
-        """Return the median ratio of the columns' error power to rounding's, within limits."""
         rounded = self.rounding > 0
         if not bool(rounded.any()):
             return 1.0
@@ -144,7 +143,6 @@ class ColumnSums:
         return (self.error + 2 * self.product - self.source).clamp_min(0.0)
 
     def _unaligned_error(self) -> torch.Tensor:
-        """Return the power of the error without the part that only scales the source's column."""
         along = (self.product - self.source).square() / self.source.clamp_min(TINY)
         return (self.error - torch.where(self.source > 0, along, 0.0)).clamp_min(0.0)
 

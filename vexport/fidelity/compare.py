@@ -131,7 +131,6 @@ def _factors(smoothing: Factors) -> Iterator[Finding]:
 
 
 def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Finding]:
-    """Report the signal-to-noise ratios, in one line per kind of layer."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name in ratios:
         kinds.setdefault((with_stars(name), _stored_as(view.layers.by_name[name])), []).append(name)

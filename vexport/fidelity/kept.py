@@ -160,7 +160,6 @@ def _is_tied(view: CheckpointView) -> bool:
 
 
 def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
-    """Return True if the source's values, converted to the checkpoint's dtype, are the same."""
     if (
         origin.dtype == tensor.dtype
         or origin.dtype not in TORCH_DTYPES
@@ -291,7 +290,6 @@ def _standard_config(config: Mapping[str, Json]) -> Mapping[str, Json] | None:
 def _different_standard(
     old: Mapping[str, Json], new: Mapping[str, Json], prefix: str = ""
 ) -> Iterator[tuple[str, Json, Json]]:
-    """Yield the paths of STANDARD_KEYS with different values, at any depth."""
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         if key in STANDARD_KEYS:
@@ -383,10 +381,6 @@ def _template(root: Path, source: Path) -> Iterator[Finding]:
 
 
 def _templates(root: Path) -> Mapping[str, str]:
-    """Return the texts of the chat templates that transformers would use, by name.
-
-    Returns an empty mapping if they cannot be read.
-    """
     try:
         return {name: text.rstrip("\n") for name, text in chat_templates(root).items()}
     except InputError:
@@ -406,14 +400,12 @@ def _keys(
 
 
 def _token(value: Json) -> Json:
-    """Return a value in its simplest form: a token's text, and the id of a list with one id."""
     if isinstance(value, dict):
         return value.get("content")
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _object(path: Path) -> Mapping[str, Json]:
-    """Read a JSON object from a file. Returns an empty mapping if the file has no JSON object."""
     try:
         value = read_json(path)
     except InputError:

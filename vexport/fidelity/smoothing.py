@@ -142,10 +142,6 @@ class Factors:
 
     @cache  # noqa: B019 - lives as long as a comparison
     def _factors_between(self, first: str) -> torch.Tensor | None:
-        """Return the factors between a layer and the layer after it.
-
-        Returns None if the two weights imply different factors.
-        """
         prefix, _, projection = first.rpartition(".")
         second = f"{prefix}.{NEXT_LAYER[projection]}"
         rows, columns = self._gains(first, 1), self._gains(second, 0)

@@ -114,7 +114,6 @@ class SourceTensors(ComparedSource):
         return shape[0] if shape else 0
 
     def _join_parts(self, layer: StoredLayer) -> Pieces:
-        """Return the source's separate parts of a layer that the checkpoint stores fused."""
         prefix, dot, projection = layer.name.rpartition(".")
         parts = [
             self._linear(f"{prefix}{dot}{part}")

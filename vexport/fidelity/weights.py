@@ -400,10 +400,6 @@ def _compare(
 
 
 def _part_width(args: QuantArgs, columns: int) -> int:
-    """Return the number of columns that share a scale, if a row is divisible by it.
-
-    Otherwise return PART_COLUMNS, or all columns if a row is not divisible by that either.
-    """
     block_cols = args.block[1] if args.block else args.group
     return next(
         (width for width in (block_cols, PART_COLUMNS) if width and columns % width == 0), columns
@@ -456,7 +452,6 @@ def _most_noise(signal: torch.Tensor, noise: torch.Tensor, rounding: torch.Tenso
 
 
 def _spread(product: torch.Tensor, signal: torch.Tensor) -> float:
-    """Return the standard deviation of the parts' gains, weighted by their power."""
     power = signal.sum(dtype=torch.float64)
     if not power:
         return 0.0
