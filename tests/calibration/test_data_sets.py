@@ -184,6 +184,18 @@ def test_values_of_a_table_are_text(tmp_path: Path) -> None:
     samples = read(str(path))
     rows = [{"question": "007", "answer": "NA"}, {"question": "a, b", "answer": "3.50"}]
     assert samples.token_ids == read(str(write_lines(tmp_path / "p.jsonl", rows))).token_ids
+    packed = tmp_path / "pairs.csv.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert read(str(packed)).token_ids == samples.token_ids
+
+
+@pytest.mark.parametrize("row", ["a,b,c", '"a'])
+def test_broken_table_is_refused(tmp_path: Path, row: str) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_text(f"question,answer\na,b\n{row}\n")
+    with pytest.raises(InputError) as caught:
+        read(str(path))
+    assert (caught.value.rule, caught.value.facts["suffix"]) == ("calibration/table", ".csv")
 
 
 @pytest.mark.parametrize(
@@ -241,9 +253,9 @@ def test_lists_by_split(tmp_path: Path, lines: Path) -> None:
         read(str(path), split="test")
 
 
-WITHOUT_DATASETS = """
+WITHOUT_PYARROW = """
 import sys
-sys.modules["datasets"] = None
+sys.modules["pyarrow"] = None
 from tests.command import vexport
 for name in sys.argv[2:]:
     ran = vexport("plan", sys.argv[1], "--scheme", "NVFP4", "--calibration", name)
@@ -253,17 +265,17 @@ for name in sys.argv[2:]:
 
 def test_missing_extra_is_named(tmp_path: Path) -> None:
     data = datasets.Dataset.from_list(ROWS)
-    data.to_csv(tmp_path / "rows.csv")
+    data.to_parquet(tmp_path / "rows.parquet")
     data.save_to_disk(tmp_path / "saved")
-    names = [str(tmp_path / "rows.csv"), str(tmp_path / "saved")]
-    command = [sys.executable, "-c", WITHOUT_DATASETS, str(DEMO), *names]
+    names = [str(tmp_path / "rows.parquet"), str(tmp_path / "saved")]
+    command = [sys.executable, "-c", WITHOUT_PYARROW, str(DEMO), *names]
     root = Path(__file__).parents[2]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
     answers = ran.stdout.splitlines()
     assert len(answers) == 2, ran.stderr
     for answer in answers:
         assert answer.startswith("4 ")
-        assert_contains(answer, "needs datasets", "[data]")
+        assert_contains(answer, "needs pyarrow", "[data]")
 
 
 @pytest.mark.parametrize(

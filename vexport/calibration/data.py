@@ -24,7 +24,7 @@ from vexport.calibration.conversations import (
     unrendered_parts,
 )
 from vexport.calibration.file_rows import RawRow, content_of, encoding_error, json_problem
-from vexport.calibration.folders import notes_on_folder, require_data
+from vexport.calibration.folders import notes_on_folder
 from vexport.calibration.rows import (
     Row,
     UnknownFormError,
@@ -184,7 +184,6 @@ def require_rows(data: CalibrationData) -> None:
     tokenizer. Raises InputError if the path is missing, if it is not a file with text, if rows are
     broken, or if there are no rows. `read_samples` reports all other problems.
     """
-    require_data(data)
     if parse_data(data.name).kind != "path":
         return
     broken = _BrokenRows()

@@ -1,16 +1,17 @@
 """Read rows of calibration data from files, lazily."""
 
-import glob
+import csv
 import gzip
 import io
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vexport.calibration.rows import key_of_rows
 from vexport.calibration.splits import TEXT, choose_split, data_suffix, mentions_split
@@ -23,7 +24,6 @@ from vexport.rules import calibration as rules
 from vexport.rules import file
 
 if TYPE_CHECKING:
-    import datasets
     import pyarrow  # type: ignore[import-untyped]
     from _typeshed import WriteableBuffer
 
@@ -38,6 +38,7 @@ _TABLES: Mapping[str, str] = {".csv": ",", ".tsv": "\t"}
 ARROW = ".arrow"
 PARQUET = ".parquet"
 BATCH_ROWS = 64
+_ARROW_FILE = b"ARROW1"
 # Matches the first key of a JSON object if its value is a list of objects.
 _FIRST_LIST = re.compile(rb'\{\s*"([^"]+)"\s*:\s*\[\s*[\[{]')
 # Number of bytes read from the start of a file to detect its format, and maximum number of bytes
@@ -48,7 +49,7 @@ _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
     (b"PAR1", "a parquet file", "name it .parquet"),
     (b"\x1f\x8b", "a gzip file", "name it .jsonl.gz"),
     (b"PK\x03\x04", "a zip archive", "unpack it"),
-    (b"ARROW1", "an Arrow file", "name it .arrow"),
+    (_ARROW_FILE, "an Arrow file", "name it .arrow"),
     (b"\x28\xb5\x2f\xfd", "a zstd file", "name it .jsonl.zst"),
     (b"%PDF", "a PDF", "extract its text"),
 )
@@ -74,29 +75,24 @@ class RawRow:
 def rows_of_file(path: Path, split: str | None) -> Iterator[RawRow]:
     require_fetched([path])
     suffix = data_suffix(path)
-    if suffix in (PARQUET, ARROW, *_TABLES):
-        _require_plain(path, suffix)
-        yield from _rows_of_parquet(path) if suffix == PARQUET else _rows_of_table(path, suffix)
+    if suffix in (PARQUET, ARROW):
+        if path.suffix.lower() in COMPRESSED:
+            raise InputError.of(rules.COMPRESSED, str(path), suffix=suffix, name=path.name)
+        yield from _rows_of_batches(path)
         return
     try:
         with _open_file(path) as stream:
             _require_text(path, stream.peek(HEADER_BYTES)[:HEADER_BYTES])
             if suffix in TEXT:
                 yield from _paragraphs(path, stream)
+            elif separator := _TABLES.get(suffix):
+                yield from _rows_of_table(path, stream, separator)
             else:
                 yield from _rows_of_json(path, stream, split)
     except OSError as error:
         require_working_disk(error, path)
-        if isinstance(error, FileNotFoundError):
-            raise InputError.of(file.MISSING, str(path)) from None
         reason = error.strerror or error
         raise InputError.of(file.UNREADABLE, str(path), reason=reason) from None
-
-
-def _require_plain(path: Path, suffix: str) -> None:
-    """Raise InputError for a compressed file in a format that is only read uncompressed."""
-    if path.suffix.lower() in COMPRESSED:
-        raise InputError.of(rules.COMPRESSED, str(path), suffix=suffix, name=path.name)
 
 
 def _open_file(path: Path) -> io.BufferedReader:
@@ -147,12 +143,10 @@ class _Expanding(io.RawIOBase):
 def _rows_of_json(path: Path, stream: io.BufferedReader, split: str | None) -> Iterator[RawRow]:
     """Yield the rows of a file with JSON lines, with a list of objects, or with lists by split."""
     start = stream.peek(HEADER_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if start[:1] == b"[":
-        yield from _rows_of_list(path, _parsed(path, stream))
-        return
     first_key = _FIRST_LIST.match(start)
-    if first_key is not None and mentions_split(first_key[1].decode(errors="replace")):
-        yield from _rows_of_splits(path, _parsed(path, stream), split)
+    has_splits = first_key and mentions_split(first_key[1].decode(errors="replace"))
+    if has_splits or start[:1] == b"[":
+        yield from _rows_of_lists(path, _parsed(path, stream), split)
         return
     is_first = True
     for number, line in _lines(path, stream):
@@ -164,25 +158,36 @@ def _rows_of_json(path: Path, stream: io.BufferedReader, split: str | None) -> I
         yield RawRow(place=line_place(path, number), number=number, content=line)
 
 
+def _rows_of_lists(
+    path: Path, content: list[object] | Mapping[str, object], split: str | None
+) -> Iterator[RawRow]:
+    place, rows = str(path), content
+    if isinstance(content, Mapping):
+        lists = {name: rows for name, rows in content.items() if isinstance(rows, list)}
+        name = choose_split(lists, split, place)
+        place, rows = f"{path}: {name}", lists[name]
+    for number, row in enumerate(rows, start=1):
+        yield RawRow(place=f"{place}: item {number}", number=number, content=row)
+
+
 def _require_json_lines(path: Path, first: bytes) -> None:
     """Raise InputError if the first line is not JSON but starts a JSON object of several lines."""
+    if first.removeprefix(b"\xef\xbb\xbf").strip()[:1] != b"{":
+        return
     try:
         json.loads(first, parse_int=parsed_number)
         return
-    except UnicodeDecodeError as error:
-        raise encoding_error(str(path), error) from None
+    except UnicodeDecodeError:
+        return
     except (ValueError, RecursionError):
-        if first.removeprefix(b"\xef\xbb\xbf").strip()[:1] != b"{":
-            return
-    with _open_file(path) as stream:
-        text = stream.read(PARSED_BYTES).decode("utf-8-sig", errors="replace")
+        with _open_file(path) as stream:
+            text = stream.read(PARSED_BYTES).decode("utf-8-sig", errors="replace").lstrip()
     try:
-        value, end = json.JSONDecoder().raw_decode(text.lstrip())
+        value, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
         return
-    rest = text.lstrip()[end:].strip()
     found, jq = "a JSON object that spans several lines", "."
-    key = None if rest else key_of_rows(value)
+    key = None if text[end:].strip() else key_of_rows(value)
     if key is not None:
         found = f"one JSON object with a list of {len(value[key]):,} objects under the key {key}"
         jq = f"'.{key}[]'"
@@ -254,7 +259,7 @@ def _lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def _parsed(path: Path, stream: BinaryIO) -> object:
+def _parsed(path: Path, stream: BinaryIO) -> Any:
     """Return the content of a JSON file that is not JSON lines."""
     text = stream.read(LARGEST_LIST + 1)
     if len(text) > LARGEST_LIST:
@@ -269,18 +274,13 @@ def _parsed(path: Path, stream: BinaryIO) -> object:
         raise InputError.of(rules.JSON, place, reason=json_problem(error)) from None
 
 
-def _rows_of_list(path: Path, items: object) -> Iterator[RawRow]:
-    for number, item in enumerate(items if isinstance(items, list) else [], start=1):
-        yield RawRow(place=f"{path}: item {number}", number=number, content=item)
-
-
-def _rows_of_splits(path: Path, content: object, split: str | None) -> Iterator[RawRow]:
-    """Yield the rows of a split of a JSON object that has a list of rows for each split."""
-    splits = content if isinstance(content, Mapping) else {}
-    lists = {name: rows for name, rows in splits.items() if isinstance(rows, list)}
-    name = choose_split(lists, split, str(path))
-    for number, item in enumerate(lists[name], start=1):
-        yield RawRow(place=f"{path}: {name}: item {number}", number=number, content=item)
+def _text_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, str]]:
+    for number, line in _lines(path, stream):
+        try:
+            text = line.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise encoding_error(line_place(path, number), error) from None
+        yield number, text
 
 
 def _paragraphs(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
@@ -288,8 +288,8 @@ def _paragraphs(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
 
     A paragraph longer than LONGEST_LINE is yielded in parts.
     """
-    lines, number, size, has_text, first = list[bytes](), 0, 0, False, True
-    for number, line in _lines(path, stream):
+    lines, number, size, has_text, first = list[str](), 0, 0, False, True
+    for number, line in _text_lines(path, stream):
         lines.append(line)
         size, has_text = size + len(line), has_text or bool(line.strip())
         if has_text and (not line.strip() or size >= LONGEST_LINE):
@@ -299,91 +299,66 @@ def _paragraphs(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
         yield _paragraph(path, number, lines, first=first)
 
 
-def _paragraph(path: Path, number: int, lines: list[bytes], *, first: bool) -> RawRow:
-    try:
-        text = b"".join(lines).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise encoding_error(line_place(path, number), error) from None
+def _paragraph(path: Path, number: int, lines: list[str], *, first: bool) -> RawRow:
     return RawRow(
         place=line_place(path, number),
         number=number,
-        content={"text": text},
+        content={"text": "".join(lines)},
         continues_previous=not first,
     )
 
 
-def _rows_of_parquet(path: Path) -> Iterator[RawRow]:
-    require_extra("pyarrow", "reading parquet")
+def _rows_of_table(path: Path, stream: BinaryIO, separator: str) -> Iterator[RawRow]:
+    """Yield the rows of CSV or TSV. All values are text."""
+    csv.field_size_limit(LONGEST_LINE)
+    lines = (line for _, line in _text_lines(path, stream))
+    table = csv.DictReader(lines, delimiter=separator, restval="", strict=True)
+    try:
+        for number, record in enumerate(table, start=1):
+            if None in record:
+                raise csv.Error(f"row {number} has more values than the header")
+            yield RawRow(place=f"{path}: row {number}", number=number, content=record)
+    except csv.Error as error:
+        raise _broken_table(path, error) from None
+
+
+def _rows_of_batches(path: Path) -> Iterator[RawRow]:
+    """Yield the rows of parquet or Arrow as they are stored: pictures are not decoded."""
+    require_extra("pyarrow", f"reading {path.suffix}")
+    import pyarrow
+
+    numbers = count(1)
+    try:
+        with closing(_batches(path)) as batches:
+            for batch in batches:
+                for start in range(0, batch.num_rows, BATCH_ROWS):
+                    for record in batch.slice(start, BATCH_ROWS).to_pylist():
+                        number = next(numbers)
+                        yield RawRow(place=f"{path}: row {number}", number=number, content=record)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _broken_table(path, error) from None
+
+
+def _batches(path: Path) -> "Generator[pyarrow.RecordBatch]":
     import pyarrow
     import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
-    try:
+    if path.suffix.lower() == PARQUET:
         with closing(parquet.ParquetFile(path)) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=BATCH_ROWS):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield RawRow(place=f"{path}: row {number}", number=number, content=record)
-    except (pyarrow.ArrowException, OSError) as error:
-        what = "a valid parquet file"
-        reason = first_line(error)
-        raise InputError.of(rules.TABLE, str(path), reason=reason, what=what) from None
+            yield from file.iter_batches(batch_size=BATCH_ROWS)
+        return
+    with pyarrow.OSFile(str(path)) as stream:
+        if stream.read(len(_ARROW_FILE)) == _ARROW_FILE:
+            file = pyarrow.ipc.open_file(stream)
+            yield from map(file.get_batch, range(file.num_record_batches))
+        else:  # the format of `datasets`
+            stream.seek(0)
+            yield from pyarrow.ipc.open_stream(stream)
 
 
-def _rows_of_table(path: Path, suffix: str) -> Iterator[RawRow]:
-    """Yield the rows of a file that `datasets` reads, without a copy in its cache.
-
-    All values of CSV and TSV are text.
-    """
-    require_extra("datasets", f"reading {suffix}")
-    import datasets
-    import pandas  # type: ignore[import-untyped]
-
-    kind, options = "arrow", dict[str, object]()
-    try:
-        if separator := _TABLES.get(suffix):
-            columns = pandas.read_csv(path, sep=separator, nrows=0, dtype=str).columns
-            texts = datasets.Features({name: datasets.Value("string") for name in columns})
-            kind = "csv"
-            options = {"sep": separator, "na_filter": False, "features": texts}
-        files = [glob.escape(str(path))]
-        stream = datasets.load_dataset(
-            kind, data_files=files, split="train", streaming=True, **options
-        )
-        yield from rows_of_batches(path, stream)
-    except GeneratorExit:
-        raise
-    except Exception as error:
-        raise _unreadable(path, error, f"a {suffix} file") from None
-
-
-def rows_of_saved(folder: Path) -> Iterator[RawRow]:
-    """Yield the rows of a split that `datasets.save_to_disk` wrote. They stay on the disk."""
-    require_extra("datasets", "reading a saved data set")
-    import datasets
-
-    try:
-        yield from rows_of_batches(folder, datasets.load_from_disk(str(folder)))
-    except GeneratorExit:
-        raise
-    except Exception as error:
-        raise _unreadable(folder, error, "a saved data set") from None
-
-
-def rows_of_batches(
-    path: Path, rows: "datasets.Dataset | datasets.IterableDataset"
-) -> Iterator[RawRow]:
-    """Yield rows as they are stored: pictures and sound are not decoded."""
-    number = 0
-    for batch in rows.with_format("arrow").iter(batch_size=BATCH_ROWS):
-        for record in batch.to_pylist():
-            number += 1
-            yield RawRow(place=f"{path}: row {number}", number=number, content=record)
-
-
-def _unreadable(path: Path, error: Exception, what: str) -> InputError:
-    what = f"{what} that the package `datasets` can read"
-    return InputError.of(rules.TABLE, str(path), reason=first_line(error), what=what)
+def _broken_table(path: Path, error: Exception) -> InputError:
+    suffix = data_suffix(path)
+    return InputError.of(rules.TABLE, str(path), reason=first_line(error), suffix=suffix)
 
 
 def content_of(raw: RawRow) -> object:

@@ -16,7 +16,6 @@ from vexport.calibration.splits import (
     data_suffix,
     mentions_split,
     names_split,
-    require_file,
 )
 from vexport.checkpoint.source import SUFFIXES, parse_data
 from vexport.errors import InputError, VexportError
@@ -38,14 +37,10 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """Data files of a folder, sorted by name, and other files with a suffix of data files.
-
-    `saved` is the folder of a split that `datasets.save_to_disk` wrote, or None.
-    """
+    """Data files of a folder in their order, and other files with a suffix of data files."""
 
     files: tuple[Path, ...]
     others: tuple[Path, ...] = ()
-    saved: Path | None = None
 
 
 def data_files(data: CalibrationData) -> Sequence[Path]:
@@ -63,36 +58,22 @@ def read_folder(folder: Path, split: str | None, column: str | None = None) -> F
     Raises InputError if there are no data files, if no file belongs to `split`, or if a file of a
     saved data set is outside of the folder.
     """
-    if (folder / SAVED_SPLITS).is_file():
-        splits = _saved_splits(folder)
-        chosen = choose_split(splits, split, str(folder))
-        return _saved_folder(folder / chosen)
-    if (folder / SAVED).is_file():
-        return _saved_folder(folder)
+    if (splits := folder / SAVED_SPLITS).is_file():
+        names = _names_inside(splits, read_json_object(splits).get("splits"))
+        folder /= choose_split(names, split, str(folder))
+    if (saved := folder / SAVED).is_file():
+        listed = read_json_object(saved).get("_data_files")
+        entries = listed if isinstance(listed, list) else []
+        names = _names_inside(
+            saved, [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
+        )
+        return Folder(files=tuple(folder / name for name in names))
     found = [path for path in sorted(folder.rglob("*")) if _may_be_data(path, folder)]
     if not found:
         raise InputError.of(rules.EMPTY_FOLDER, str(folder), suffixes=", ".join(SUFFIXES))
     files = _of_split(_without_documents(found, column), folder, split)
     others = [path for path in found if path not in files]
     return Folder(files=tuple(files), others=tuple(others))
-
-
-def require_data(data: CalibrationData) -> None:
-    """Raise InputError if local data do not exist or contain no data files.
-
-    At most the first rows of files in a folder are read. The hub is not contacted.
-    """
-    name = data.name
-    parsed = parse_data(name)
-    if parsed.kind != "path":
-        return
-    path = parsed.path
-    if not path.exists():
-        raise InputError.of(rules.NO_DATA, name)
-    if path.is_dir():
-        read_folder(path, data.split, data.column)
-    else:
-        require_file(path)
 
 
 def notes_on_folder(data: CalibrationData) -> Iterable[str]:
@@ -137,31 +118,15 @@ def _holds_text(path: Path, column: str | None) -> bool:
         return True
     try:
         first = next(rows_of_file(path, None), None)
-        return first is not None and _is_data(content_of(first), column)
-    except (ValueError, RecursionError):
-        return True
-    except VexportError:
-        return _is_broken(path, column)
-
-
-def _is_broken(path: Path, column: str | None) -> bool:
-    """Return False if an unreadable file is a JSON object over several lines without text."""
-    if path.suffix.lower() != ".json":
-        return True
-    try:
-        return _is_data(json.loads(path.read_bytes(), parse_int=parsed_number), column)
-    except (OSError, ValueError, RecursionError):
-        return True
-
-
-def _is_data(content: object, column: str | None) -> bool:
-    """Return True if a value is a row, a broken row, or an object with a list of rows."""
-    if is_row(content, column):
-        return True
+        content = None if first is None else content_of(first)
+    except (VexportError, ValueError, RecursionError):
+        try:
+            content = json.loads(path.read_bytes(), parse_int=parsed_number)
+        except (OSError, ValueError, RecursionError):
+            return True
     lists = content.values() if isinstance(content, Mapping) else ()
-    return any(
-        isinstance(items, list) and bool(items) and is_row(items[0], column) for items in lists
-    )
+    rows = [content, *(items[0] for items in lists if isinstance(items, list) and items)]
+    return any(is_row(row, column) for row in rows)
 
 
 def _of_split(files: Sequence[Path], folder: Path, split: str | None) -> Sequence[Path]:
@@ -180,33 +145,16 @@ def _of_split(files: Sequence[Path], folder: Path, split: str | None) -> Sequenc
     ]
 
 
-def _saved_splits(folder: Path) -> Sequence[str]:
-    splits = read_json_object(folder / SAVED_SPLITS).get("splits")
-    names = splits if isinstance(splits, list) else []
-    plain = [name for name in names if isinstance(name, str) and _is_inside(name)]
-    if not plain or len(plain) < len(names):
-        raise InputError.of(
-            rules.SAVED,
-            str(folder / SAVED_SPLITS),
-            found="splits that are not folders beside this file",
-        )
-    return plain
+def _names_inside(file: Path, value: object) -> list[str]:
+    """Return the names of files or folders that a saved data set lists.
 
-
-def _saved_folder(folder: Path) -> Folder:
-    """Return the files of a split that `datasets.save_to_disk` wrote."""
-    state = read_json_object(folder / SAVED)
-    listed = state.get("_data_files")
-    names = [
-        entry.get("filename") if isinstance(entry, dict) else None
-        for entry in (listed if isinstance(listed, list) else ())
-    ]
-    files = [folder / name for name in names if isinstance(name, str) and _is_inside(name)]
-    if not files or len(files) < len(names):
-        raise InputError.of(
-            rules.SAVED, str(folder / SAVED), found="data files that are not in its folder"
-        )
-    return Folder(files=tuple(files), saved=folder)
+    Raises InputError if they are not in the folder of `file`.
+    """
+    names = value if isinstance(value, list) else []
+    inside = [name for name in names if isinstance(name, str) and _is_inside(name)]
+    if not inside or len(inside) < len(names):
+        raise InputError.of(rules.SAVED, str(file))
+    return inside
 
 
 def _is_inside(name: str) -> bool:

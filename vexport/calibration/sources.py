@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from vexport.calibration.file_rows import RawRow, rows_of_file, rows_of_saved
+from vexport.calibration.file_rows import RawRow, rows_of_file
 from vexport.calibration.folders import read_folder
-from vexport.calibration.splits import require_file
+from vexport.calibration.splits import choose_split
 from vexport.checkpoint.hub import (
     downloaded,
     is_hub_error,
@@ -19,13 +19,9 @@ from vexport.checkpoint.hub import (
 from vexport.checkpoint.source import DEFAULT_FILE, DataName, parse_data
 from vexport.errors import InputError, first_line
 from vexport.errors.extras import require_extra
-from vexport.files import require_fetched
 from vexport.names import HubName
 from vexport.records import CalibrationData
 from vexport.rules import calibration as rules
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 # The size of the shuffle buffer, as in a stream of `datasets`.
@@ -64,15 +60,12 @@ def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
 
 
 def _rows_of_path(path: Path, data: CalibrationData) -> Iterator[RawRow]:
-    if not path.is_dir():
-        require_file(path)
+    if path.is_file():
         yield from rows_of_file(path, data.split)
         return
+    if not path.is_dir():
+        raise InputError.of(rules.PIPE if path.exists() else rules.NO_DATA, data.name)
     folder = read_folder(path, data.split, data.column)
-    if folder.saved is not None:
-        require_fetched(folder.files)
-        yield from rows_of_saved(folder.saved)
-        return
     rows = chain.from_iterable(rows_of_file(file, data.split) for file in folder.files)
     for number, row in enumerate(rows, start=1):
         yield replace(row, number=number)
@@ -87,7 +80,10 @@ def _rows_of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
     copy = _downloaded(name.hub)
     path, revision = (copy, None) if copy else (name.hub.id, name.hub.revision)
     try:
-        split = data.split or name.split or _first_split(path, data.subset, revision)
+        split = data.split or name.split
+        if split is None:
+            names = datasets.get_dataset_split_names(path, data.subset, revision=revision)
+            split = choose_split(names, None, path)
         stream = datasets.load_dataset(
             path, data.subset, split=split, revision=revision, streaming=True
         )
@@ -96,10 +92,10 @@ def _rows_of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
     except GeneratorExit:
         raise
     except Exception as error:
-        is_lost = not copy and is_hub_error(error)
-        raise (
-            translate_error(error, name.hub, "dataset") if is_lost else _dataset_error(error, name)
-        ) from None
+        if not copy and is_hub_error(error):
+            raise translate_error(error, name.hub, "dataset") from None
+        reason = first_line(error)
+        raise InputError.of(rules.DATASET, f"dataset {name.hub}", reason=reason) from None
 
 
 def _downloaded(hub: HubName) -> str | None:
@@ -117,15 +113,3 @@ def _downloaded(hub: HubName) -> str | None:
             raise translate_error(error, hub, "dataset") from None
         return copy
     return None
-
-
-def _first_split(path: str, subset: str | None, revision: str | None) -> str:
-    """Return the split `train`, else the first split that begins with `train`, else the first."""
-    import datasets
-
-    names: list[str] = datasets.get_dataset_split_names(path, subset, revision=revision)
-    return min(names, key=lambda name: (name != "train", not name.startswith("train")))
-
-
-def _dataset_error(error: Exception, name: DataName) -> InputError:
-    return InputError.of(rules.DATASET, f"dataset {name.hub}", reason=first_line(error))

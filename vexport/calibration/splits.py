@@ -30,15 +30,6 @@ def data_suffix(path: Path) -> str:
     return inner if inner in SUFFIXES else ".jsonl"
 
 
-def require_file(path: Path) -> None:
-    """Raise InputError if a path is a pipe or a device.
-
-    These can be read only once, and may never end.
-    """
-    if path.exists() and not path.is_file():
-        raise InputError.of(rules.PIPE, str(path))
-
-
 def choose_split(names: Iterable[str], wanted: str | None, where: str) -> str:
     """Return the split to read: `wanted`, else `train`, else the first that begins with train.
 

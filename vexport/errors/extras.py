@@ -57,7 +57,6 @@ EXTRAS: Mapping[str, str] = {
     "torch": "quantize",
     "transformers": "quantize",
     "datasets": "data",
-    "pandas": "data",
     "pyarrow": "data",
     "sacrebleu": "eval",
     "lm_eval": "vllm",

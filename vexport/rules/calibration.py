@@ -37,7 +37,7 @@ SPLIT_OF_FOLDER = Rule(
 )
 SAVED = Rule(
     "calibration/saved",
-    got="{found}",
+    got="entries that are not in its folder",
     need="a data set as `datasets.save_to_disk` writes it",
     do="save the data set again",
 )
@@ -99,7 +99,7 @@ JSON = Rule(
     need="a JSON list of objects, or JSON lines",
     do="correct the file",
 )
-TABLE = Rule("calibration/table", got="{reason}", need="{what}", do=_FILE)
+TABLE = Rule("calibration/table", got="{reason}", need="a valid {suffix} file", do=_FILE)
 
 # The rows.
 NO_ROWS = Rule("calibration/no-rows", got="{found}", need=ROW_FORMS, do="add rows")
