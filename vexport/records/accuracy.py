@@ -257,6 +257,16 @@ class Difference:
             relative_margin=self.relative_margin,
         )
 
+    @property
+    def shown(self) -> str:
+        """The difference as reports show it: `-0.31` points."""
+        return self.scale.change(self.difference)
+
+    @property
+    def bounds(self) -> str:
+        """The bounds that decide: `-1.30 to +0.10`."""
+        return self.scale.changes(self.low, self.high)
+
     def share_of_margin(self, value: float) -> float:
         """Return a difference as a share of the margin, to compare tasks with different margins.
 
@@ -479,6 +489,33 @@ class TextLimit:
     def label(self) -> str:
         """Return the name of the bucket, or "" if the measure covers all tokens."""
         return bucket_label(*self.bucket) if self.bucket else ""
+
+    @property
+    def name(self) -> str:
+        """The measure, and the name of its bucket if it does not cover all tokens."""
+        return ", ".join(filter(None, (self.measure, self.label)))
+
+    @property
+    def shown(self) -> str:
+        """The value as reports show it. A KL has no sign, and shares are in per cent."""
+        return self._number(self.value)
+
+    @property
+    def bounds(self) -> str:
+        """The bounds that decide."""
+        if self.low is None or self.high is None:
+            return "no interval: one row"
+        return f"{self._number(self.low)} to {self._number(self.high)}"
+
+    @property
+    def bound(self) -> str:
+        """The limit as reports show it."""
+        return f"{self.limit:.0%}" if self.is_share else f"{self.limit:g}"
+
+    def _number(self, value: float) -> str:
+        if self.is_share:
+            return f"{value:+.1%}"
+        return f"{value:+.3g}" if self.is_rise else f"{value:.3g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from vexport.reports import document as doc
 from vexport.reports.document import (
     TableCell,
     badge,
+    judged_cell,
     muted,
     page_section,
     parts,
@@ -31,8 +32,6 @@ from vexport.reports.formatting import (
     attribution_line,
     count,
     direction_note,
-    measure_interval,
-    measure_value,
     method_line,
     next_step_of_verdict,
     percent_interval,
@@ -176,9 +175,7 @@ def _task_row(task: TaskVerdict) -> Iterator[TableCell]:
     yield TableCell(count(task.documents), f"{task.seeds} responses each" if task.seeds > 1 else "")
     for score in (task.baseline, task.candidate):
         yield TableCell(scale.value(score.value), scale.interval(score.low, score.high))
-    yield TableCell(
-        scale.change(task.difference), f"{scale.changes(task.low, task.high)} {scale.unit}"
-    )
+    yield TableCell(task.shown, f"{task.bounds} {scale.unit}")
     yield _share_cell(task.recovery)
     changes = task.changes
     flips = f"{count(changes.right_to_wrong)} / {count(changes.wrong_to_right)}"
@@ -207,14 +204,13 @@ def _shown_comparisons(verdict: Verdict) -> Iterator[Comparison]:
 
 def _comparison_row(comparison: Comparison) -> doc.Row:
     scale, direction = comparison.scale, direction_note(comparison)
-    interval = f"{scale.changes(comparison.low, comparison.high)} {scale.unit}"
     title = task_title(comparison)
     return row(
         f"{title}: {direction}" if direction else title,
         count(comparison.documents),
         scale.value(comparison.baseline),
         scale.value(comparison.candidate),
-        TableCell(scale.change(comparison.difference), interval),
+        TableCell(comparison.shown, f"{comparison.bounds} {scale.unit}"),
     )
 
 
@@ -303,10 +299,7 @@ def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
     if verdict is not None and verdict.text is not None:
         kl, rise, *_ = verdict.text.limits
         place = f" in {kl.label}" if kl.label else ""
-        note = (
-            f"per token{place}, limit {kl.limit:g}; NLL {measure_value(rise, rise.value)}, "
-            f"limit {rise.limit:g}"
-        )
+        note = f"per token{place}, limit {kl.limit:g}; NLL {rise.shown}, limit {rise.limit:g}"
         other, tokens = percent(1 - verdict.text.top1_agreement), count(verdict.text.tokens)
         return (
             doc.Tile("KL on held-out text", small(kl.value), "nats", note),
@@ -320,14 +313,13 @@ def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
     scale = worst.scale
     scores = f"{scale.value(worst.baseline.value)} to {scale.value(worst.candidate.value)}"
     note = (
-        f"{worst.task}: {scores}, interval {scale.changes(worst.low, worst.high)}; "
-        f"a loss of {scale.bare_limit} is accepted"
+        f"{worst.task}: {scores}, interval {worst.bounds}; a loss of {scale.bare_limit} is accepted"
     )
     lost = sum(task.changes.right_to_wrong for task in verdict.tasks)
     gained = sum(task.changes.wrong_to_right for task in verdict.tasks)
     asked = f"of {count(sum(task.documents * task.seeds for task in verdict.tasks))}"
     return (
-        doc.Tile(first, scale.change(worst.difference), scale.unit, note),
+        doc.Tile(first, worst.shown, scale.unit, note),
         doc.Tile(
             second, count(lost + gained), asked, f"{count(lost)} lost, {count(gained)} gained"
         ),
@@ -415,7 +407,5 @@ def _compared_tokens(text: TextVerdict) -> str:
 def _limit_row(limit: TextLimit) -> doc.Row:
     needed = f"about {count(limit.rows_needed)} rows would settle it" if limit.rows_needed else ""
     needed = ", ".join(filter(None, (limit.label, needed)))
-    value = TableCell(measure_value(limit, limit.value), measure_interval(limit))
-    bound = f"{limit.limit:.0%}" if limit.is_share else small(limit.limit)
     unit = limit.measure if limit.is_share else f"{limit.measure}, nats per token"
-    return row(TableCell(unit, needed), badge(limit.outcome), value, bound)
+    return row(TableCell(unit, needed), badge(limit.outcome), judged_cell(limit), limit.bound)

@@ -17,7 +17,7 @@ from vexport.reports.findings import fold
 from vexport.reports.formatting import outcome_line
 
 if TYPE_CHECKING:
-    from vexport.records import TaskVerdict
+    from vexport.records import Comparison, TaskVerdict, TextLimit
 
 Form = Literal["text", "markdown", "html"]
 FORMS: tuple[Form, ...] = ("text", "markdown", "html")
@@ -328,6 +328,11 @@ def badge(status: str) -> TableCell:
 def mono(name: str) -> TableCell:
     """Return a cell with the name of a tensor or layer."""
     return TableCell(name, mono=True)
+
+
+def judged_cell(judged: "Comparison | TaskVerdict | TextLimit") -> TableCell:
+    """Return a difference, or the value of a measure, with the bounds that decide."""
+    return TableCell(judged.shown, judged.bounds)
 
 
 def row(*values: TableCell | str) -> Row:

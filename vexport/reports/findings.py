@@ -30,8 +30,6 @@ from vexport.records.gates import (
 from vexport.records.values import plural
 from vexport.reports.formatting import (
     count,
-    measure_interval,
-    measure_value,
     outcome_line,
     report_sentence,
     task_title,
@@ -273,20 +271,17 @@ def _task_message(task: "TaskVerdict") -> str:
     if task.needed is not None:
         more = f"; {task.needed.remedy}"
     return (
-        f"{scale.change(task.difference)} {scale.unit} ({scale.changes(task.low, task.high)}), "
+        f"{task.shown} {scale.unit} ({task.bounds}), "
         f"margin {scale.bare_limit}, {count(task.documents)} documents{answers}{more}"
     )
 
 
 def _text_message(limit: "TextLimit") -> str:
-    unit, bound = (
-        ("", f"{limit.limit:.0%}") if limit.is_share else (" nats per token", f"{limit.limit:g}")
-    )
+    unit = "" if limit.is_share else " nats per token"
     rows = limit.rows_needed
     more = f"; about {count(rows)} rows would settle it" if rows is not None else ""
     place = f" in {limit.label}" if limit.label else ""
-    value = measure_value(limit, limit.value)
-    return f"{value}{unit} ({measure_interval(limit)}){place}, limit {bound}{more}"
+    return f"{limit.shown}{unit} ({limit.bounds}){place}, limit {limit.bound}{more}"
 
 
 def staged_findings(report: "Report") -> tuple[tuple[str, Finding], ...]:

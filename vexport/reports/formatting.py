@@ -13,7 +13,7 @@ from vexport.rules import verdict as rules
 from vexport.rules.book import Rule
 
 if TYPE_CHECKING:
-    from vexport.records import Attribution, Comparison, Prompting, TaskVerdict, TextLimit, Verdict
+    from vexport.records import Attribution, Comparison, Prompting, TaskVerdict, Verdict
     from vexport.reports.run_record import Report
 
 # Obstacles of tasks, in the order of their remedies.
@@ -350,24 +350,6 @@ def _prompting_line(prompting: "Prompting") -> str:
         parts.append(f"{shots}-shot{turns}{named}")
     parts += [f"system instruction (sha {system[:8]})"] if system else []
     return ", ".join([*parts, *(f"{name} {value}" for name, value in prompting.generation.items())])
-
-
-def measure_value(limit: "TextLimit", value: float) -> str:
-    """Format a value of a measure of held-out text.
-
-    A KL has no sign. A rise of the NLL has a sign. A fall of the acceptance length is a share in
-    per cent, with a sign.
-    """
-    if limit.is_share:
-        return f"{value:+.1%}"
-    return small(value) if limit.measure != "rise of the NLL" else f"{value:+.3g}"
-
-
-def measure_interval(limit: "TextLimit") -> str:
-    """Return the bounds of a measure's interval, which decide its outcome."""
-    if limit.low is None or limit.high is None:
-        return "no interval: one row"
-    return f"{measure_value(limit, limit.low)} to {measure_value(limit, limit.high)}"
 
 
 def coverage_lines(experts: Sequence[ExpertCoverage]) -> Iterator[str]:

@@ -1,13 +1,13 @@
 """Build the history of a model: a table ordered by time, and a table of all tasks."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from vexport.records import History, HistoryRow, HistoryTask, Outcome
+from vexport.records import History, HistoryRow, HistoryTask
 from vexport.records.scale import NOT_AVAILABLE, percent
 from vexport.records.values import plural
 from vexport.reports import document as doc
-from vexport.reports.document import TableCell, facts, muted, parts, table
-from vexport.reports.formatting import measure_interval, measure_value
+from vexport.reports.document import TableCell, badge, facts, judged_cell, muted, parts, table
 
 _DIGEST_DIGITS = 8
 _UNKNOWN = "unknown"
@@ -103,7 +103,7 @@ def _room(task: HistoryTask) -> float:
 
 def _score(task: HistoryTask) -> TableCell:
     if task.limit is not None:
-        return TableCell(measure_value(task.limit, task.limit.value), measure_interval(task.limit))
+        return judged_cell(task.limit)
     if task.value is None:
         return TableCell(NOT_AVAILABLE)
     # An accepted baseline does not contain the unit of its metric.
@@ -113,21 +113,14 @@ def _score(task: HistoryTask) -> TableCell:
 
 
 def _change(task: HistoryTask) -> TableCell:
-    if (verdict := task.verdict) is None:
-        return TableCell("")
-    scale = verdict.scale
-    return TableCell(scale.change(verdict.difference), scale.changes(verdict.low, verdict.high))
+    return judged_cell(task.verdict) if task.verdict is not None else TableCell("")
 
 
 def _verdict_cell(row: HistoryRow) -> TableCell:
     against = f"against {row.baseline}" if row.baseline and row.tasks else ""
     if row.outcome is None:
         return TableCell("not judged" if row.kind == "run" else "accepted", against)
-    return _badge(row.outcome, against)
-
-
-def _badge(outcome: Outcome, note: str = "") -> TableCell:
-    return TableCell(outcome, note, tone=outcome.lower(), badge=True)
+    return replace(badge(row.outcome), note=against)
 
 
 def _tasks_section(rows: Sequence[HistoryRow]) -> doc.Section | None:
@@ -154,5 +147,5 @@ def _task_cells(row: HistoryRow, task: HistoryTask) -> Iterator[TableCell | str]
     yield row.title
     yield _score(task)
     yield _change(task)
-    yield _badge(task.outcome) if task.outcome is not None else "not judged"
+    yield badge(task.outcome) if task.outcome is not None else "not judged"
     yield task.event

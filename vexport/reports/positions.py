@@ -6,15 +6,13 @@ A bucket is a range of positions.
 import math
 from collections.abc import Callable, Iterator
 
-from vexport.records import TextBucket, TextLimit, TextPoint, TextVerdict
+from vexport.records import TextBucket, TextPoint, TextVerdict
 from vexport.records.scale import percent
 from vexport.records.values import plural
 from vexport.reports import document as doc
-from vexport.reports.document import TableCell, badge, parts, table
+from vexport.reports.document import TableCell, badge, judged_cell, parts, table
 from vexport.reports.formatting import (
     count,
-    measure_interval,
-    measure_value,
     percent_interval,
     small,
 )
@@ -49,9 +47,9 @@ def bucket_table(text: TextVerdict) -> doc.Table:
 def _bucket_row(bucket: TextBucket) -> Iterator[TableCell]:
     yield TableCell(f"{bucket.start:,}-{bucket.end:,}", f"{count(bucket.tokens)} in all rows")
     yield badge(bucket.outcome)
-    yield from (_limit_cell(limit) for limit in bucket.limits if not limit.is_rise)
+    yield from (judged_cell(limit) for limit in bucket.limits if not limit.is_rise)
     yield TableCell(small(bucket.baseline_nll))
-    yield from (_limit_cell(limit) for limit in bucket.limits if limit.is_rise)
+    yield from (judged_cell(limit) for limit in bucket.limits if limit.is_rise)
     interval = percent_interval(bucket.changed_low, bucket.changed_high)
     yield TableCell(percent(bucket.changed), interval)
     if bucket.noise is None:
@@ -59,10 +57,6 @@ def _bucket_row(bucket: TextBucket) -> Iterator[TableCell]:
     else:
         changes = f"NLL {bucket.noise.nll_rise:+.2g}, {percent(bucket.noise.changed)}"
         yield TableCell(f"{bucket.noise.kl:.2g}", changes)
-
-
-def _limit_cell(limit: TextLimit) -> TableCell:
-    return TableCell(measure_value(limit, limit.value), measure_interval(limit))
 
 
 def _charts(text: TextVerdict, candidate: str) -> Iterator[doc.Curves]:

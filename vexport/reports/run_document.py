@@ -415,9 +415,8 @@ def _compared_cells(run: ComparedRun, *, with_tasks: bool) -> Iterator[TableCell
     yield f"{run.bits_per_weight:.2f}" if run.bits_per_weight else NOT_AVAILABLE
     yield NOT_AVAILABLE if run.mean_kl is None else small(run.mean_kl)
     if worst := run.worst:
-        scale = worst.scale
         yield worst.task
-        yield TableCell(scale.change(worst.difference), scale.changes(worst.low, worst.high))
+        yield doc.judged_cell(worst)
     elif with_tasks:
         yield from (NOT_AVAILABLE, NOT_AVAILABLE)
     yield doc.badge(run.outcome) if run.outcome else "no result"

@@ -2,21 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from vexport.records import ComparedVariant, TaskVerdict, TextLimit, VariantOutcome, Verdict
+from vexport.records import ComparedVariant, TextLimit, VariantOutcome, Verdict
 from vexport.records.scale import NOT_AVAILABLE
 from vexport.records.values import plural
 from vexport.reports import document as doc
-from vexport.reports.accuracy import forests, text_table
-from vexport.reports.document import TableCell, muted, parts, table, warnings
-from vexport.reports.formatting import (
-    count,
-    measure_interval,
-    measure_value,
-    method_line,
-    small,
-    task_title,
-)
-from vexport.reports.positions import position_parts
+from vexport.reports.accuracy import accuracy_section
+from vexport.reports.document import TableCell, judged_cell, muted, parts, table, warnings
+from vexport.reports.formatting import count, small
 
 _LEGEND = (
     "The first variant is the baseline. All variants run on the same documents. Worst task: the "
@@ -66,21 +58,15 @@ def _cells(row: ComparedVariant) -> Iterator[TableCell | str]:
     yield TableCell(row.setting, row.vllm_python)
     yield row.vllm or NOT_AVAILABLE
     yield TableCell(row.outcome, tone=_TONES[row.outcome], badge=True)
-    limit = _text_limit(row.verdict)
     if row.worst is not None:
         yield row.worst.task
-        yield _difference(row.worst)
-    elif limit is not None:
-        yield ", ".join(filter(None, (limit.measure, limit.label)))
-        yield TableCell(measure_value(limit, limit.value), measure_interval(limit))
+        yield judged_cell(row.worst)
+    elif (limit := _text_limit(row.verdict)) is not None:
+        yield limit.name
+        yield judged_cell(limit)
     else:
         yield from (NOT_AVAILABLE, NOT_AVAILABLE)
     yield NOT_AVAILABLE if row.mean_kl is None else small(row.mean_kl)
-
-
-def _difference(task: TaskVerdict) -> TableCell:
-    scale = task.scale
-    return TableCell(scale.change(task.difference), scale.changes(task.low, task.high))
 
 
 def _text_limit(verdict: Verdict | None) -> TextLimit | None:
@@ -92,34 +78,12 @@ def _text_limit(verdict: Verdict | None) -> TextLimit | None:
 def variant_sections(rows: Sequence[ComparedVariant]) -> Iterator[doc.Section]:
     """Yield a page's section with all tasks, or all measures of the text, of each variant."""
     for number, row in enumerate(rows):
-        verdict = row.verdict
-        if verdict is None:
+        if row.verdict is None:
             continue
-        content = parts(
-            text_table(verdict, verdict.text) if verdict.text else None,
-            position_parts(verdict.text, "variant") if verdict.text else None,
-            forests(verdict),
-            _task_table(verdict) if verdict.tasks else None,
-            warnings(verdict.warnings),
-        )
+        accuracy = accuracy_section(row.verdict)
+        content = parts(muted(accuracy.lead), accuracy.parts, warnings(row.verdict.warnings))
         lead = f"{row.outcome}: {row.reason}. Responses: {row.folder}"
         yield doc.Section(row.name, content, f"variant-{number}", lead, doc.PAGE)
-
-
-def _task_table(verdict: Verdict) -> doc.Table:
-    columns = ("Task", ">Documents", ">Baseline", ">Variant", ">Difference", ">Lost / gained")
-    return table(columns, map(_task_cells, verdict.tasks), method_line(verdict))
-
-
-def _task_cells(task: TaskVerdict) -> Iterator[TableCell | str]:
-    scale = task.scale
-    yield TableCell(task_title(task), task.needed.remedy if task.needed else "")
-    yield count(task.documents)
-    for score in (task.baseline, task.candidate):
-        yield TableCell(scale.value(score.value), scale.interval(score.low, score.high))
-    difference = _difference(task)
-    yield TableCell(difference.text, f"{difference.note} {scale.unit}")
-    yield f"{count(task.changes.right_to_wrong)} / {count(task.changes.wrong_to_right)}"
 
 
 def variant_tiles(rows: Sequence[ComparedVariant]) -> Iterator[doc.Tile]:
