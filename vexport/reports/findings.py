@@ -209,7 +209,8 @@ def report_gates(report: "Report") -> tuple[Gate, ...]:
     if report.outcome == "PASS":
         skipped = _NOT_ASKED if report.given is None else _ONLY_LOADED
     line = outcome_line(report.outcome, report.device, ignored=report.ignored)
-    overall = f"{line}: {report_sentence(report)}"
+    rule = f" [{report.verdict.rule}]" if report.verdict is not None else ""
+    overall = f"{line}: {report_sentence(report)}{rule}"
     evaluated = [Gate(name="evaluate", status="SKIPPED", message=skipped)]
     if report.verdict is not None:
         evaluated = [*_accuracy_gates(report.verdict)]
@@ -247,7 +248,8 @@ def variant_gate(row: "ComparedVariant") -> Gate:
 
 def verdict_gates(verdict: "Verdict") -> tuple[Gate, ...]:
     """Return a gate for each task, or for each measure of the text, and the gate `overall`."""
-    message = f"{outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
+    line = outcome_line(verdict.outcome, verdict.device)
+    message = f"{line}: {verdict.reason} [{verdict.rule}]"
     return (
         *_accuracy_gates(verdict),
         Gate(name="overall", status=verdict.outcome, message=message),
