@@ -81,7 +81,7 @@ MASKS = (
     (re.compile(r"(?<![\w.~-])/[\w.+@=:-]*\w"), "PATH"),
     (re.compile(r"(?<![\w#*])[\w#*]+(?:\.[\w#*]+){2,}"), "NAME"),
     (re.compile(r"\b[0-9a-f]{12,}\b"), "DIGEST"),
-    (re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)*(?:e[-+]?\d+)?(?![\w])"), "#"),
+    (re.compile(r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)*(?:e[-+]?\d+)?(?!\w)"), "#"),
     (re.compile(r"\s+"), " "),
 )
 
@@ -104,10 +104,11 @@ class Recorder:
         self.new: list[str] = []
 
     def add(self, made: VexportError | Finding) -> None:
-        if isinstance(made, InputErrors | EnvironmentFaults):
-            return  # their problems are recorded one by one
-        package = raising_package(sys._getframe(2))
-        if self.is_recording and package:
+        # Several problems are recorded one by one. The base class only formats a finding.
+        if isinstance(made, InputErrors | EnvironmentFaults) or type(made) is VexportError:
+            return
+        package = raising_package(sys._getframe(1)) if self.is_recording else ""
+        if package:
             self.produced.add(produced(made, package))
 
     @pytest.hookimpl(wrapper=True)
@@ -180,18 +181,22 @@ def then(
 
 
 def raising_package(frame: FrameType | None) -> str:
-    """Return the package of vexport that made an error or a finding, or "" if a test made it."""
+    """Return the package of vexport that made an error or a finding.
+
+    Return "" if a test made it, or if it is a copy of a finding, such as of a test's.
+    """
+    is_copy = False
     while frame is not None:
         file = Path(frame.f_code.co_filename)
+        is_copy |= frame.f_code.co_name == "replace"
+        if file.is_relative_to(ROOT) and file != Path(__file__):
+            folder, *rest = file.relative_to(ROOT).parts
+            package = rest[0].removesuffix(".py")
+            if folder == "tests" or (is_copy and package == "records"):
+                return ""
+            if folder == "vexport" and package not in MAKERS:
+                return package
         frame = frame.f_back
-        if not file.is_relative_to(ROOT):
-            continue
-        folder, *rest = file.relative_to(ROOT).parts
-        if folder == "tests":
-            return "" if file != Path(__file__) else raising_package(frame)
-        package = rest[0].removesuffix(".py") if rest else ""
-        if folder == "vexport" and package not in MAKERS:
-            return package
     return ""
 
 
@@ -199,7 +204,7 @@ def produced(made: VexportError | Finding, package: str) -> Produced:
     """Return the text of an error or a finding."""
     rule: str = getattr(made, "rule", "")
     if isinstance(made, Finding):
-        family, kind = made.check, f"{made.severity} {made.claim or ''}".strip()
+        family, kind = made.check or package, f"{made.severity} {made.claim or ''}".strip()
         texts = made.got, made.expected, made.fix
     else:
         family, kind = package, f"{type(made).__name__} (exit {made.exit_code})"
