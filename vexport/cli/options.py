@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
 import click
 from click.core import ParameterSource
 
+from vexport.cli.positional import folder_advice
 from vexport.errors import InputError, InputErrors, clip, did_you_mean
 from vexport.names import ModelRef, Server, user_path, user_text
 from vexport.records.options import Heading
@@ -64,6 +65,19 @@ class SettingOption(HeadedOption):
 
 class SectionedCommand(click.Command):
     """A command whose help lists the options under the headings of `HEADINGS`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the command line.
+
+        Raises UsageError with the corrected call if the output folder is given with -o.
+        """
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if advice := folder_advice(self, ctx, words):
+                raise click.UsageError(advice, ctx) from error
+            raise
 
     def invoke(self, ctx: click.Context) -> object:
         """Call the command's function.
