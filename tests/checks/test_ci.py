@@ -1,4 +1,7 @@
-"""`vexport check` in CI: a broken checkpoint does not hide others."""
+"""`vexport check` in CI.
+
+Annotations are at the line of the fault, and a broken checkpoint does not hide others.
+"""
 
 import json
 import os
@@ -13,11 +16,12 @@ import pytest
 import yaml
 
 from tests.command import vexport
-from tests.models import Good
-from tests.mutations.edits import put, set_first, spoiled
+from tests.models import Good, write_tokenizer
+from tests.mutations.edits import all_of, put, set_first, spoiled
 from vexport.checks import CHECKS, Check
 from vexport.checks.vllm.view import CheckpointView
-from vexport.records import Finding
+from vexport.records import CheckReport, Finding
+from vexport.reports import render_checks
 
 ROOT = Path(__file__).parent.parent.parent
 DOWN = "model.layers.2.mlp.down_proj"
@@ -41,6 +45,55 @@ def test_unreadable_checkpoint_hides_no_other(
     )
     assert ran.code == 2
     assert [report["ok"] for report in json.loads(ran.stdout)] == [True, False, True]
+
+
+def test_annotations_are_at_the_line(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "repository" / "models" / "broken"
+    folder.parent.mkdir(parents=True)
+    spoil = put(f"{DOWN}.weight_scale", set_first(float("nan")))
+    broken = spoiled(good("W8A8"), folder, all_of(spoil, write_tokenizer))
+    config = json.loads((broken / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 9
+    (broken / "config.json").write_text(json.dumps(config, indent=2))
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "repository"))
+    wrong, *_ = vexport("check", broken, "--format", "github").stdout.splitlines()
+    lines = (broken / "config.json").read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if '"group_0"' in line)
+    assert wrong.startswith(f"::error file=models/broken/config.json,line={number},title=")
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 8
+    (broken / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path / "repository")
+    monkeypatch.delenv("GITHUB_WORKSPACE")
+    nan, _ = vexport("check", "models/broken", "--format", "github").stdout.splitlines()
+    assert nan.startswith("::error file=models/broken/model.safetensors,line=1,title=")
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "elsewhere"))
+    outside, _ = vexport("check", "models/broken", "--format", "github").stdout.splitlines()
+    assert outside.startswith("::error title=")
+
+
+def test_annotations_are_in_the_named_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key or a line may follow the name of a JSON file directly."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    places = {
+        "tokenizer.json:3": ("tokenizer.json", 3),
+        "hf_quant_config.json.quantization": ("hf_quant_config.json", 2),
+        "config.json (tp 2)": ("config.json", 1),
+        "config.json: quantization_config.bits": ("config.json", 2),
+    }
+    for name, _ in places.values():
+        (folder / name).write_text('{\n"quantization": {}, "bits": 4\n}\n')
+    for place, (name, line) in places.items():
+        finding = Finding(
+            check="files", severity="error", where=f"model/{place}", expected="", got="x", fix="y"
+        )
+        report = CheckReport(checkpoint="model", ok=False, findings=(finding,))
+        (annotation,) = render_checks([report], "github").splitlines()
+        assert annotation.startswith(f"::error file=model/{name},line={line},title="), place
 
 
 def run_action(checkpoint: Path, command: str, folder: Path) -> tuple[int, dict[str, str]]:

@@ -4,15 +4,18 @@ The commands list errors first, because GitHub shows only ten annotations per st
 as in actions/toolkit (packages/core/src/command.ts).
 """
 
+import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 from xml.etree import ElementTree
 
 from vexport.errors import clip, visible
-from vexport.records import CheckReport, DryLoadReport, LoadReport, Severity
+from vexport.records import CheckReport, DryLoadReport, Finding, LoadReport, Severity
 from vexport.records.gates import STATIC_SCOPE, Gate, Status, checkpoint_gate, static_reason
 from vexport.records.values import plural
 from vexport.reports.checkpoints import with_load_names
@@ -30,6 +33,10 @@ _OF_STATUS: Mapping[Status, _Level] = {
     "SKIPPED": "notice",
 }
 _OF_SEVERITY: Mapping[Severity, _Level] = {"error": "error", "warning": "warning", "info": "notice"}
+# Maximum bytes that are searched for the line of a key. A config has a few kilobytes.
+_MAX_BYTES = 1 << 20
+# A place in a JSON file: `tokenizer.json:12`, `hf_quant_config.json.quantization`.
+_IN_FILE = re.compile(r"(?P<file>.*\.json)[.:](?P<key>[\w.]+)")
 Suite = tuple[str, Sequence[Gate]]
 
 
@@ -93,15 +100,19 @@ def _fill(case: ElementTree.Element, gate: Gate) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Annotation:
-    """A message. `file` is relative to the workspace, or "" for a message without a file."""
+    """A message with a file relative to the workspace and a line from 1.
+
+    `file` is "" if unknown.
+    """
 
     level: _Level
     title: str
     message: str
     file: str = ""
+    line: int = 1
 
     def __str__(self) -> str:
-        place = {"file": self.file, "line": "1"} if self.file else {}
+        place = {"file": self.file, "line": str(self.line)} if self.file else {}
         properties = ",".join(
             f"{name}={_escaped(visible(value)).replace(':', '%3A').replace(',', '%2C')}"
             for name, value in {**place, "title": self.title}.items()
@@ -133,7 +144,7 @@ def github_gates(
     file = _in_workspace(scenario) if scenario else ""
     doubts = [_Annotation(level="warning", title=name, message=text) for text in warnings]
     notes = _gravest_first(note for gate in others for note in _of_gate(gate))
-    return _lines(*(replace(note, file=file) for note in (answer, *doubts, *notes)))
+    return _lines(*(replace(note, file=file, line=1) for note in (answer, *doubts, *notes)))
 
 
 def github_checkpoints(
@@ -202,10 +213,11 @@ def _of_gate(gate: Gate, checkpoint: str = "") -> Iterator[_Annotation]:
         if kind.first.severity != "info":
             level = _OF_SEVERITY[kind.first.severity]
             title = f"{gate.name}: {kind.first.rule or kind.first.check}"
+            file, line = _place(checkpoint, kind.first)
             # A place that is a path already contains the checkpoint's folder.
             is_path = bool(checkpoint) and kind.first.where.startswith(checkpoint)
             message = str(kind.finding) if is_path else f"{prefix}{kind.finding}"
-            yield _Annotation(level=level, title=title, message=message)
+            yield _Annotation(level=level, title=title, message=message, file=file, line=line)
 
 
 def _gravest_first(notes: Iterable[_Annotation]) -> list[_Annotation]:
@@ -223,6 +235,30 @@ def _lines(*annotations: _Annotation) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def _place(checkpoint: str, finding: Finding) -> tuple[str, int]:
+    """Return the file and line of a finding on `checkpoint`.
+
+    The file is the first existing file of: the file in the finding, the index of the weights, the
+    weight file, config.json. The file is "" if the checkpoint is not a folder in the workspace. The
+    checkpoint's name may end in brackets that describe the load.
+    """
+    with suppress(OSError, ValueError):
+        folders = (Path(name) for name in (checkpoint, checkpoint.rpartition(" (")[0]) if name)
+        if root := next((folder for folder in folders if folder.is_dir()), None):
+            name, _, key = finding.where.partition(": ")
+            place = _IN_FILE.match(name)
+            # A key or line may follow the name of a JSON file directly.
+            if place is not None and not key:
+                name, key = place["file"], place["key"]
+            file = (
+                _named_file(root, name)
+                or _weights_file(root, finding.where)
+                or root / "config.json"
+            )
+            return _in_workspace(file), int(key) if key.isdigit() else _line(file, key)
+    return "", 1
+
+
 def _in_workspace(file: Path) -> str:
     """Return a file relative to GITHUB_WORKSPACE, or "" outside of it.
 
@@ -231,3 +267,42 @@ def _in_workspace(file: Path) -> str:
     workspace = Path(os.environ.get("GITHUB_WORKSPACE") or ".").resolve()
     absolute = file.absolute() if file.absolute().is_relative_to(workspace) else file.resolve()
     return absolute.relative_to(workspace).as_posix() if absolute.is_relative_to(workspace) else ""
+
+
+def _named_file(root: Path, name: str) -> Path | None:
+    """Return the file in a finding, or None if the checkpoint has no such file.
+
+    `name` is absolute, or relative to the current folder or to the checkpoint's folder.
+    """
+    for path in (Path(name), root / name):
+        with suppress(OSError, ValueError):
+            if path.is_file() and path.resolve().is_relative_to(root.resolve()):
+                return path
+    return None
+
+
+def _weights_file(root: Path, where: str) -> Path | None:
+    """Return the index of the weights, or a weight file if there is no index.
+
+    Returns None if `where` is not the name of a tensor or layer.
+    """
+    if "." not in where or "/" in where or " " in where.strip():
+        return None
+    files = (*root.glob("*.safetensors.index.json"), *sorted(root.glob("*.safetensors")))
+    return next(iter(files), None)
+
+
+def _line(file: Path, key: str) -> int:
+    """Return the number of the line in a JSON file that has the last part of the key `key`.
+
+    Returns 1 if the file is not JSON or has no such line.
+    """
+    if file.suffix != ".json" or not key:
+        return 1
+    quoted = json.dumps(key.split(" ")[0].rpartition(".")[2])
+    try:
+        with file.open("rb") as stream:
+            lines = stream.read(_MAX_BYTES).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return 1
+    return next((number for number, text in enumerate(lines, 1) if quoted in text), 1)
