@@ -28,7 +28,7 @@ def test_ignored_findings_are_named_in_the_first_line(good: Good) -> None:
     assert "another version" in vexport("check", *options).stdout
     ran = vexport("check", *options, "--ignore-rule", "versions/unknown-version")
     assert ran.code == 0
-    assert ran.stdout.startswith("PASS, 1 warning ignored (versions/unknown-version) ")
+    assert ran.stdout.startswith("PASS, 1 warning ignored (versions/unknown-version)")
     assert "another version" not in ran.stdout
 
 
