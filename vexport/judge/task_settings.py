@@ -35,15 +35,13 @@ def check_tasks(
     settings: Evaluate,
     options: EngineOptions,
     *,
-    downloads: bool,
     against: Path | None = None,
     given: Sequence[Path] = (),
 ) -> None:
     """Raise errors, before a model runs, if the tasks or the text cannot be used or compared.
 
     Margins and gates must fit the tasks. `given` results and the accepted baseline `against` must
-    contain the tasks' documents. With `downloads`, the documents are downloaded into the cache, and
-    lm-eval looks up the metrics of tasks that are given by name.
+    contain the tasks' documents. Nothing is downloaded.
     """
     if text := settings.held_out():
         require_rows(text)
@@ -53,7 +51,24 @@ def check_tasks(
     for table in (*map(read_comparable, given if prepared.tasks else ()), accepted):
         if table is not None:
             require_comparable_results(table, prepared.names, exact, settings.limit)
-    metrics = fetch_tasks(prepared, settings, options) if downloads else prepared.metrics
+    _require_fitting(settings, prepared.metrics, accepted)
+
+
+def download_tasks(
+    settings: Evaluate, options: EngineOptions, *, against: Path | None = None
+) -> None:
+    """Download the documents of checked tasks into the cache.
+
+    lm-eval also looks up the metrics of tasks that are given by name. Raises InputError if the
+    margins or gates do not fit them.
+    """
+    metrics = fetch_tasks(prepare_tasks(settings, options), settings, options)
+    _require_fitting(settings, metrics, None if against is None else read_accepted_table(against))
+
+
+def _require_fitting(
+    settings: Evaluate, metrics: Sequence[TaskMetrics], accepted: ScoreTable | None
+) -> None:
     if accepted is None:
         require_valid_settings(settings, metrics)
     else:

@@ -17,7 +17,7 @@ from vexport.files import write_text
 from vexport.formats.schemes import KEEP
 from vexport.inference.endpoint.server import require_address
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
-from vexport.judge.task_settings import check_tasks
+from vexport.judge.task_settings import check_tasks, download_tasks
 from vexport.names import Folder, Server
 from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import NamedPath, require_separate
@@ -160,11 +160,13 @@ def _require_usable(scenario: Scenario, options: EngineOptions, *, downloads: bo
     for python in scenario.variants.vllm_python if scenario.variants else ():
         require_vllm(python)
     if scenario.evaluate is not None:
-        check_tasks(scenario.evaluate, options, downloads=downloads)
+        check_tasks(scenario.evaluate, options)
     require_source(scenario.source)
     require_arguments([options.serve], options.vllm_python)
     if matrix := _matrix(scenario, options):
         require_known_arguments(matrix)
+    if scenario.evaluate is not None and downloads:
+        download_tasks(scenario.evaluate, options)
 
 
 def _keep_scenario(file: Path, folder: Path) -> None:
