@@ -123,7 +123,7 @@ def test_late_error_fails_and_names_its_bucket(tmp_path: Path) -> None:
     assert kl.value == pytest.approx(np.mean([row.kl[255:] for row in rows]))
     assert np.mean([row.kl for row in rows]) < SETTINGS.kl_limit
     report = replace(WHOLE, outcome="FAIL", verdict=verdict)
-    assert next_step(report)[1].startswith("Compare rope_theta")
+    assert next_step(report)[1].startswith("compare rope_theta")
     assert compared_run(report, "").mean_kl == kl.value
     assert text.buckets[2].candidate_nll - text.buckets[2].baseline_nll == pytest.approx(rise.value)
     assert text.buckets[2].changed == pytest.approx(np.mean([row.changed[255:] for row in rows]))

@@ -268,7 +268,7 @@ def test_page_links_to_existing_files(tmp_path: Path) -> None:
         (sample.report, "vllm serve runs/demo-nvfp4/checkpoint"),
         (lambda: sample.report("FAIL"), "Keep the layers that lose most"),
         (lambda: sample.report("INCONCLUSIVE"), "Evaluate about 2,900 documents of"),
-        (sample.unloaded, "Fix the findings below"),
+        (sample.unloaded, "Correct the findings in the report"),
     ],
 )
 def test_page_names_next_step(build: Callable[[], Report], words: str) -> None:

@@ -307,37 +307,16 @@ def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
     require_no_findings_of(ENGINE_CHECK, reports)
 
 
-_CALIBRATE = "quantize with calibration text (`--calibration`, or `calibration` in a scenario)"
-_KEEP_LAYERS = (
-    "choose a scheme with more bits, or keep the most sensitive layers in 16 bit (measure them: "
-    "`vexport explain sensitivity`)"
-)
-# Advice for a checkpoint that loses too much accuracy. The first is for calibrated checkpoints, the
-# second for others, and the third is used if vexport does not know how the checkpoint was made.
-ADVICE_LOSS_CALIBRATED = f"see the results; {_KEEP_LAYERS}"
-ADVICE_LOSS_UNCALIBRATED = f"see the results; {_CALIBRATE}; else {_KEEP_LAYERS}"
-ADVICE_LOSS = f"see the results; if no text was used, {_CALIBRATE}; else {_KEEP_LAYERS}"
-# Advice for a checkpoint that fails before its accuracy is judged.
-ADVICE_FINDINGS = "see the findings in the report"
-# Advice for a checkpoint that fails in some of its variants.
-ADVICE_VARIANTS = "see the table; serve it with a setting and a version that pass"
-
-
-def conclude(outcome: str, name: str, reason: str, *, fix: str = "") -> None:
+def conclude(outcome: str, name: str, reason: str, advice: str) -> None:
     """Raise CheckpointFailed (exit code 1) for FAIL, Inconclusive (exit code 3) for INCONCLUSIVE.
 
-    Does nothing for other outcomes. `fix` replaces the usual advice.
+    Does nothing for other outcomes.
     """
     why = "" if is_shown_to_user() else f": {reason}"
     if outcome == "FAIL":
-        raise CheckpointFailed.of(rules.FAIL, name, why=why, advice=fix or ADVICE_LOSS)
+        raise CheckpointFailed.of(rules.FAIL, name, why=why, advice=advice)
     if outcome == "INCONCLUSIVE":
-        fix = fix or (
-            "the report shows how to reach a decision"
-            if why
-            else "see above how to reach a decision"
-        )
-        raise Inconclusive.of(rules.INCONCLUSIVE, name, why=why, advice=fix)
+        raise Inconclusive.of(rules.INCONCLUSIVE, name, why=why, advice=advice)
 
 
 LINE_EVERY_SECONDS = 15.0

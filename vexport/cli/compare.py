@@ -10,7 +10,6 @@ import click
 
 from vexport.cli.arguments import parse_arguments
 from vexport.cli.base import (
-    ADVICE_VARIANTS,
     add_step_summary,
     command,
     conclude,
@@ -232,7 +231,7 @@ def _compare_schemes(
     print_text(render_comparison(runs, output.format_))
     raise_problems(faults)
     reasons = "; ".join(f"{run.schemes}: {run.reason}" for run in runs)
-    conclude(outcome_of(runs), base.name, reasons)
+    conclude(outcome_of(runs), base.name, reasons, "see the report in the folder of each run")
 
 
 def _require_no_options_of_variants(
@@ -391,13 +390,16 @@ def _evaluate(scenario: "Scenario | None") -> "Evaluate":
 
 def _conclude_variants(report: "Report", faults: Sequence[VexportError]) -> None:
     """Exit by the outcome: 1 if a variant fails or is refused, 4 for a fault, 3 if inconclusive."""
+    from vexport.reports.formatting import advice, next_step
+
     first = report.variants[0]
     if first.outcome == "REFUSED":
         why = "" if is_shown_to_user() else f": {first.reason}"
         raise CheckpointFailed.of(
             conclusion.REFUSED_BASELINE, report.name, name=first.name, why=why
         )
+    step = advice(next_step(report))
     if report.outcome == "FAIL":
-        conclude("FAIL", report.name, report.reason, fix=ADVICE_VARIANTS)
+        conclude("FAIL", report.name, report.reason, step)
     raise_problems(faults)
-    conclude(report.outcome, report.name, report.reason)
+    conclude(report.outcome, report.name, report.reason, step)

@@ -356,25 +356,13 @@ def _print_rest(evaluations: "Evaluations", format_: str, *, is_shown: bool) -> 
     for outcome in ("FAIL", "INCONCLUSIVE"):
         for verdict in verdicts:
             if verdict.outcome == outcome:
-                conclude(outcome, verdict.checkpoint, verdict.reason, fix=_known_fix(verdict))
+                _conclude(verdict, verdict.checkpoint)
 
 
-def _known_fix(verdict: "Verdict") -> str:
-    """Return advice that replaces the usual advice, or "" for the usual advice.
+def _conclude(verdict: "Verdict", name: str) -> None:
+    from vexport.reports.formatting import advice, next_step_of_verdict
 
-    It is for too many lost responses, for a loss only in later tokens of held-out text, and for a
-    loss whose cause vexport cannot search for.
-    """
-    from vexport.reports.formatting import cause_command
-    from vexport.rules.verdict import LATE_LOSS, LOST_RESPONSES, LOST_SCORE
-
-    lost = (LOST_RESPONSES.id, LOST_SCORE.id)
-    if any(task.obstacle is not None and task.obstacle.rule in lost for task in verdict.tasks):
-        return "see the cut and empty responses above, and evaluate again"
-    if verdict.text is not None and verdict.text.fails_late:
-        return LATE_LOSS.do
-    command = cause_command(verdict) if verdict.outcome == "FAIL" else ""
-    return command and f"run `{command}` to find the cause (SOURCE: the unquantized model)"
+    conclude(verdict.outcome, name, verdict.reason, advice(next_step_of_verdict(verdict)))
 
 
 @command("verdict")
@@ -404,4 +392,4 @@ def verdict_command(baseline_results: Path, results: Path, output: OutputOptions
     print_text(render_verdicts([verdict], output.format_, width=text_width()))
     if output.format_ == "github":
         add_text_summary(render_verdicts([verdict], "text"))
-    conclude(verdict.outcome, str(results), verdict.reason, fix=_known_fix(verdict))
+    _conclude(verdict, str(results))

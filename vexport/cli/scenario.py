@@ -5,7 +5,6 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -13,11 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from vexport.cli.base import (
-    ADVICE_FINDINGS,
-    ADVICE_LOSS,
-    ADVICE_LOSS_CALIBRATED,
-    ADVICE_LOSS_UNCALIBRATED,
-    ADVICE_VARIANTS,
     add_step_summary,
     command,
     conclude,
@@ -48,6 +42,9 @@ if TYPE_CHECKING:
     from vexport.run.history import Result, RunResult
 
 T = TypeVar("T")
+# The arguments of `conclude`. Without an outcome, the exit code is 0.
+_Conclusion = tuple[str, str, str, str]
+_NO_CONCLUSION = ("", "", "", "")
 REPORT_FORMATS = (*FORMATS, "html", "markdown", "card")
 
 
@@ -112,7 +109,7 @@ def run(
     if output.format_ == "github":
         add_step_summary(render(report, "markdown"))
     click.echo(f"report: {folder / 'report.html'}", err=output.format_ != "text")
-    conclude(report.outcome, report.name, report.reason, fix=_fix(report))
+    conclude(*_conclusion_of(report))
 
 
 @command()
@@ -156,7 +153,7 @@ def report(run_dirs: tuple[Path, ...], history: bool, output: OutputOptions) -> 
         [outcome for outcome in outcomes if not isinstance(outcome, VexportError)]
     )
     runs = [result for result in found if isinstance(result, RunResult)]
-    conclusion = _Conclusion()
+    conclusion = _NO_CONCLUSION
     if history or len(runs) < len(found):
         conclusion = _show_history(found, output)
     elif len(runs) == 1:
@@ -166,28 +163,14 @@ def report(run_dirs: tuple[Path, ...], history: bool, output: OutputOptions) -> 
     elif runs:
         conclusion = _show_comparison(runs, output)
     raise_problems([*problems, *repeated])
-    conclusion.conclude()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Conclusion:
-    """Outcome that decides the exit code, and its reason. Without an outcome, the code is 0."""
-
-    outcome: str = ""
-    name: str = ""
-    reason: str = ""
-    fix: str = ""
-
-    def conclude(self) -> None:
-        """Exit with the code of the outcome."""
-        conclude(self.outcome, self.name, self.reason, fix=self.fix)
+    conclude(*conclusion)
 
 
 def _show_one(folder: Path, output: OutputOptions) -> None:
     """Print the report in a run directory, and exit with its code."""
     from vexport.api import report as api_report
 
-    _show_run(folder, api_report(folder), output).conclude()
+    conclude(*_show_run(folder, api_report(folder), output))
 
 
 def _show_run(folder: Path, report: "Report", output: OutputOptions) -> _Conclusion:
@@ -215,22 +198,9 @@ def _show_comparison(runs: "Sequence[RunResult]", output: OutputOptions) -> _Con
 
 
 def _conclusion_of(report: "Report") -> _Conclusion:
-    return _Conclusion(
-        outcome=report.outcome, name=report.name, reason=report.reason, fix=_fix(report)
-    )
+    from vexport.reports.formatting import advice, next_step
 
-
-def _fix(report: "Report") -> str:
-    """Return advice on the outcome of a run, or "" for the usual advice."""
-    if report.is_of_variants:
-        return ADVICE_VARIANTS
-    if report.outcome != "FAIL":
-        return ""
-    if not report.loads or report.verdict is None or report.verdict.outcome != "FAIL":
-        return ADVICE_FINDINGS
-    if report.made is None:
-        return ADVICE_LOSS
-    return ADVICE_LOSS_CALIBRATED if report.made.calibration else ADVICE_LOSS_UNCALIBRATED
+    return report.outcome, report.name, report.reason, advice(next_step(report))
 
 
 def _show_history(results: "Sequence[Result]", output: OutputOptions) -> _Conclusion:
@@ -239,15 +209,15 @@ def _show_history(results: "Sequence[Result]", output: OutputOptions) -> _Conclu
     from vexport.run.history import history_of
 
     if not results:
-        return _Conclusion()
+        return _NO_CONCLUSION
     history = _render_reports(results, lambda: history_of(results))
     print_text(_render_reports(results, partial(render_history, history, output.format_)))
     decisive = history.decisive
     if decisive is None or history.outcome is None:
-        return _Conclusion()
+        return _NO_CONCLUSION
     fix = "see the events and the changes in the table"
     reason = f"{decisive.title}: {decisive.reason}"
-    return _Conclusion(outcome=history.outcome, name=history.name, reason=reason, fix=fix)
+    return history.outcome, history.name, reason, fix
 
 
 def _render_report(folder: Path, make: Callable[[], T]) -> T:

@@ -291,7 +291,7 @@ class Document:
     - `device` is the device that ran the model.
     - `scope` limits the status, such as `of the static rules`, and `reason` says why.
     - `warnings` follow the sentence: reasons to doubt the status.
-    - `next_step` is a command (or "") and a sentence.
+    - `next_step` is a command (or "") and its purpose, or other advice.
     - `footer` is small print.
     - `wide` text is not wrapped, because users copy commands from it.
     """

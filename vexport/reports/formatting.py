@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,6 @@ from vexport.records import EngineInfo, ExpertCoverage, Outcome, Verdict
 from vexport.records.scale import NOT_AVAILABLE, interval, percent
 from vexport.records.values import about, join_limited, plural
 from vexport.rules import verdict as rules
-from vexport.rules.book import Rule
 
 if TYPE_CHECKING:
     from vexport.records import Attribution, Comparison, Prompting, TaskVerdict, Verdict
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 # Obstacles of tasks, in the order of their remedies.
 _OBSTACLES = (rules.LOST_SCORE, rules.LOST_RESPONSES, rules.NO_ROOM, rules.FEW_DOCUMENTS)
+_DO_FINDINGS = (
+    "correct the findings in the report; `vexport repair CHECKPOINT OUT` corrects some kinds"
+)
+_DO_CALIBRATE = "quantize with calibration text (`--calibration`, or `calibration` in a scenario)"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 # Default values of arguments. Reports leave them out.
 _DEFAULT_ARGUMENTS = {
@@ -110,78 +114,64 @@ def report_sentence(report: "Report") -> str:
 
 
 def next_step(report: "Report") -> tuple[str, str]:
-    """Return the next command, or "", and a sentence.
+    """Return the next command, or "", and its purpose or other advice.
 
     Both are "" if the outcome is PASS and there is no checkpoint to serve.
     """
+    verdict = report.verdict
     if report.outcome == "PASS":
         if report.load is None:  # on a server, or only responses were given
             return "", ""
         command = f"vllm serve {shlex.quote(report.load.checkpoint)}"
         if report.load.engine is not None and report.load.engine.emulated:
-            return command, "Serve it on a GPU: vLLM's CPU build has no kernels for this scheme."
-        return command, "Serve it."
+            return command, "serve it on a GPU: vLLM's CPU build has no kernels for this scheme"
+        return command, "serve it"
     if report.is_of_variants:
-        more = "Serve it with the settings and versions that pass"
-        return "", f"{more}." if report.outcome == "FAIL" else f"{more}, or evaluate more."
-    if sentence := _remedy(report.outcome, report.verdict):
-        return "", sentence
-    if report.loads:
-        return _next_after_failure(None if report.attribution else report.verdict)
-    return (
-        "",
-        "Fix the findings below. vexport repair CHECKPOINT OUT can fix some kinds of findings.",
-    )
+        more = "" if report.outcome == "FAIL" else ", or evaluate more"
+        return "", f"serve it with the settings and versions that pass{more}"
+    is_loss = report.loads and verdict is not None and verdict.outcome == "FAIL"
+    if verdict is None or (report.outcome == "FAIL" and not is_loss):
+        return "", _DO_FINDINGS
+    verdict = replace(verdict, attribution=report.attribution or verdict.attribution)
+    calibrated = None if report.made is None else report.made.calibration is not None
+    return _next_after_verdict(report.outcome, verdict, calibrated)
 
 
 def next_step_of_verdict(verdict: Verdict) -> tuple[str, str]:
-    """Return the next command, or "", and a sentence after a verdict that is not part of a run.
-
-    Both are "" if the outcome is PASS.
-    """
+    """Return the next step after a verdict that is not part of a run."""
     if verdict.outcome == "PASS":
         return "", ""
-    if sentence := _remedy(verdict.outcome, verdict):
-        return "", sentence
-    return _next_after_failure(verdict)
+    return _next_after_verdict(verdict.outcome, verdict)
 
 
-def _next_after_failure(verdict: Verdict | None) -> tuple[str, str]:
-    """Return the next step after a failed verdict, as a command and a sentence.
-
-    If vexport could not search for the cause of the loss, the command searches for it. Otherwise
-    the command is "", and the sentence lists ways to lose less accuracy.
-    """
-    obstacle = _obstacle_to_cause(verdict)
-    if not obstacle:
-        return "", _sentence(rules.LOSS.do)
-    return cause_command(verdict), f"Find the cause, which is unknown because {obstacle}."
+def advice(step: tuple[str, str]) -> str:
+    """Return a next step as one clause, for the last line of a command."""
+    command, purpose = step
+    return f"{purpose}: `{command}`" if command else purpose
 
 
-def _remedy(outcome: Outcome, verdict: Verdict | None) -> str:
-    """Return specific advice on an outcome, or "" if only general advice is possible.
+def sentence(clause: str) -> str:
+    """Return a clause as a sentence, or "" without a clause."""
+    return f"{clause[0].upper()}{clause[1:]}." if clause else ""
 
-    There is specific advice for lost responses, for uninformative tasks, for INCONCLUSIVE, and for
-    a loss only in later tokens of held-out text.
-    """
-    tasks = verdict.tasks if verdict else ()
-    if obstacle := gravest_obstacle(tasks):
-        return _sentence(obstacle.do)
+
+def _next_after_verdict(
+    outcome: Outcome, verdict: Verdict, calibrated: bool | None = None
+) -> tuple[str, str]:
+    found = {task.obstacle.rule for task in verdict.tasks if task.obstacle is not None}
+    for rule in _OBSTACLES:
+        if rule.id in found:
+            return "", rule.do
     if outcome == "INCONCLUSIVE":
-        return _remedy_of_open_tasks(tasks)
-    if verdict and verdict.text and verdict.text.fails_late:
-        return _sentence(rules.LATE_LOSS.do)
-    return ""
-
-
-def gravest_obstacle(tasks: "Sequence[TaskVerdict]") -> Rule | None:
-    """Return the rule of the obstacle whose remedy comes first, or None without obstacles."""
-    found = {task.obstacle.rule for task in tasks if task.obstacle is not None}
-    return next((rule for rule in _OBSTACLES if rule.id in found), None)
-
-
-def _sentence(clause: str) -> str:
-    return f"{clause[0].upper()}{clause[1:]}."
+        return "", _remedy_of_open_tasks(verdict.tasks)
+    if verdict.text and verdict.text.fails_late:
+        return "", rules.LATE_LOSS.do
+    if command := cause_command(verdict):
+        return command, f"find the cause, which is unknown because {_obstacle_to_cause(verdict)}"
+    if calibrated:
+        return "", rules.LOSS.do
+    condition = "if no text was used, " if calibrated is None else ""
+    return "", f"{condition}{_DO_CALIBRATE}; else {rules.LOSS.do}"
 
 
 def _remedy_of_open_tasks(tasks: Sequence["TaskVerdict"]) -> str:
@@ -191,18 +181,18 @@ def _remedy_of_open_tasks(tasks: Sequence["TaskVerdict"]) -> str:
     held-out text. If no task is open, a side lacks tasks.
     """
     if not tasks:
-        return "Read more rows of the text (--text-rows), or accept a larger loss."
+        return rules.TEXT_NOT_SETTLED.do
     unsettled = [task for task in tasks if task.outcome == "INCONCLUSIVE"]
     if not unsettled:
-        return "Evaluate the same tasks with both models, or select tasks with --task."
+        return rules.MISSING_TASKS.do
     needed = [
         f"{about(task.needed.documents)} documents of {task.task}"
         for task in unsettled
         if task.needed is not None and task.needed.is_available
     ]
     if needed:
-        return f"Evaluate {join_limited(needed, ' and ', _MAX_TASKS)}, or accept a larger loss."
-    return "Use larger tasks or held-out text in their place, or accept a larger loss."
+        return f"evaluate {join_limited(needed, ' and ', _MAX_TASKS)}, or accept a larger loss"
+    return "use larger tasks or held-out text in their place, or accept a larger loss"
 
 
 def capitalized(sentence: str) -> str:

@@ -26,6 +26,7 @@ from vexport.reports.formatting import (
     next_step,
     ratio,
     report_sentence,
+    sentence,
     size,
     size_change,
     small,
@@ -196,7 +197,7 @@ def _unsearched_cause_section(report: Report) -> doc.Section | None:
     cause = unsearched_cause(report.verdict) if report.attribution is None else ""
     if not cause:
         return None
-    return page_section("Cause", "cause", "", doc.Paragraph(f"{cause[0].upper()}{cause[1:]}."))
+    return page_section("Cause", "cause", "", doc.Paragraph(sentence(cause)))
 
 
 def _load_tile(report: Report) -> doc.Tile | None:

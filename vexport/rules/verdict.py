@@ -8,8 +8,8 @@ _DO_OTHER_TASK = (
 )
 _DO_LONGER = "raise max_gen_toks until responses end by themselves, and evaluate again"
 _DO_LESS = (
-    "keep the layers that lose most, choose a scheme with more bits, or leave the choice to "
-    "`scheme: auto`"
+    "keep the layers that lose most (`vexport explain sensitivity`), choose a scheme with more "
+    "bits, or leave the choice to `scheme: auto`"
 )
 
 WITHIN_MARGIN = Rule(

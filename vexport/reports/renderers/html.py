@@ -10,7 +10,7 @@ from markupsafe import Markup, escape
 
 from vexport.errors import clip, visible
 from vexport.reports.document import Document, FindingList, Part, Section, Table, finding_parts
-from vexport.reports.formatting import capitalized, task_title
+from vexport.reports.formatting import capitalized, sentence, task_title
 
 MAX_FINDINGS = 200
 MAX_TEXT = 2000
@@ -27,6 +27,7 @@ def render(document: Document) -> str:
         "document": document,
         "contents": [(section.anchor, section.title) for section in sections if section.anchor],
         "sentence": capitalized(document.sentence),
+        "next_sentence": sentence(document.next_step[1]),
         "problems": [gate for gate in failed if gate.message not in document.sentence],
     }
     return _environment().get_template("page.html").render(context)
