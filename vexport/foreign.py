@@ -9,8 +9,9 @@ end.
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import UnionType
 from typing import BinaryIO
 
 from vexport.errors import InputError, clip, require_working_disk, shown
@@ -26,11 +27,10 @@ LARGEST_SCORE = 1e50
 
 A verdict computes third powers of the scores of all documents, and a float ends at 1.8e308.
 """
-FIX = "restore the file, or evaluate again"
 # Most levels of lists and objects in a row. Python's own limit depends on the caller.
 _MOST_LEVELS = 100
-# Most digits of a number that is parsed. Longer numbers are beyond a float's range.
-_MOST_DIGITS = 400
+# Most digits of a number that is parsed. A float can hold every such number.
+_MOST_DIGITS = 308
 _WHOLE = re.compile(r"0|[1-9][0-9]{0,17}")
 _SPAN = re.compile(r"([0-9]{1,15})-([0-9]{1,15})")
 # Spellings of halves of surrogate pairs: escaped, and as bytes.
@@ -100,7 +100,7 @@ def json_object(content: bytes, where: str, need: str) -> dict[str, Json]:
 
 
 def parsed_number(digits: str) -> int | float:
-    """Return a whole number, or an infinite number for one that no float is close to."""
+    """Return a whole number, or an infinite number if it has too many digits for a float."""
     if len(digits) <= _MOST_DIGITS:
         return int(digits)
     return -math.inf if digits.startswith("-") else math.inf
@@ -142,18 +142,37 @@ def require_unique_fields(path: Path) -> None:
     json.loads(path.read_bytes(), object_pairs_hook=fields)
 
 
+def require_fields(
+    where: str, row: Mapping[str, Json], kinds: Mapping[str, type | UnionType], need: str
+) -> None:
+    """Raise InputError if a row lacks fields, or if their values have other types than `kinds`.
+
+    `need` describes a valid row.
+    """
+    names = [
+        name for name, kind in kinds.items() if name not in row or not isinstance(row[name], kind)
+    ]
+    if names:
+        raise InputError.of(rules.FIELDS, where, names=names, need=need)
+
+
+def mapping_in(content: Mapping[str, Json], *keys: str) -> dict[str, Json]:
+    """Return the object below nested keys. Return an empty object for any other value."""
+    found: Json = dict(content)
+    for key in keys:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
 def number(where: str, name: str, value: object) -> float:
     """Return a score as a float. A truth value is 0 or 1.
 
     Raises:
         InputError: If the value is no number, is not finite or is beyond LARGEST_SCORE.
     """
-    try:
-        found = float(value) if isinstance(value, bool | int | float) else None
-    except OverflowError:
-        found = math.inf
-    if found is None:
+    if not isinstance(value, bool | int | float):
         raise InputError.of(rules.NUMBER, where, name=name, value=shown(value, 100))
+    found = float(value)
     if not math.isfinite(found):
         raise InputError.of(rules.FINITE_NUMBER, where, name=name, value=found)
     if abs(found) > LARGEST_SCORE:

@@ -118,7 +118,7 @@ def test_contradictory_directions(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the same direction in all rows"):
         verdict_of(mixed, mixed)
     odd = plain(tmp_path / "odd.jsonl", 3.0, higher_is_better="no")
-    with pytest.raises(InputError, match="need true or false"):
+    with pytest.raises(InputError, match="a row without usable higher_is_better"):
         verdict_of(odd, odd)
 
 

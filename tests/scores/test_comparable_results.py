@@ -47,7 +47,7 @@ def test_matching_tasks_are_accepted() -> None:
     ("names", "exact", "limit", "parts"),
     [
         (["sums"], [], 100, ["task part0", "--task sums,part0,part1"]),
-        (["sums", "parts", "more"], ["more"], 100, ["no task more"]),
+        (["sums", "parts", "more"], ["more"], 100, ["without the task more"]),
         (["sums", "parts"], [], None, ["task sums: got 100", "--limit 100"]),
         (["sums", "parts"], [], 150, ["task sums: got 100"]),
         (["sums", "parts"], [], 20, ["task part0: got 50"]),

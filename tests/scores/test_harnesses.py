@@ -187,7 +187,7 @@ def test_missing_and_doubled_ids(tmp_path: Path, rows: list[dict[str, Any]]) -> 
         ({"score": float("nan")}, "score nan"),
         ({"id": None}, "id None"),
         ({"seed": -1}, "seed -1"),
-        ({"task": 3}, "task 3"),
+        ({"task": 3}, "a row without usable task"),
     ],
 )
 def test_wrong_rows(

@@ -152,7 +152,7 @@ def test_unknown_selection_is_refused(tmp_path: Path) -> None:
         write(tmp_path / side, "a", RIGHT)
     done = vexport("verdict", tmp_path / "old", tmp_path / "new", "--task", "b")
     assert done.code == 2
-    assert_contains(done.stderr, "--task", "no task b")
+    assert_contains(done.stderr, "--task", "no task or group b")
 
 
 def test_unknown_name_beside_known_names_is_refused(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_unknown_name_beside_known_names_is_refused(tmp_path: Path) -> None:
     assert judged(tmp_path, "capitals", "rivers").outcome == "INCONCLUSIVE"
     with pytest.raises(InputError) as caught:
         judged(tmp_path, "capitals", "rivets")
-    assert_contains(str(caught.value), "--task", "no task rivets", "did you mean rivers?")
+    assert_contains(str(caught.value), "--task", "no task or group rivets", "did you mean rivers?")
 
 
 def test_plain_lines_are_selected(tmp_path: Path) -> None:

@@ -39,7 +39,14 @@ TOML_KEY = Rule(
     need="shorter keys",
     do="correct the file",
 )
+PARQUET = Rule("file/parquet", got="{reason}", need="{need}", do=_AGAIN)
 LONG_LINE = Rule("file/long-line", got="a longer line", need="at most {most} MB", do=_AGAIN)
+FIELDS = Rule(
+    "file/fields",
+    got="a row without usable {names:and}",
+    need="{need}",
+    do="correct the file, or evaluate again with a version that vexport reads",
+)
 FIELD_TWICE = Rule(
     "file/field-twice", got="the field {name} twice", need="each field once", do=_AGAIN
 )

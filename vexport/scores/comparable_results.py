@@ -1,12 +1,13 @@
 """Check, before a model runs, that existing results can be compared with its results."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from vexport.errors import InputError, raise_all
+from vexport.rules import results as rules
 from vexport.scores.reading import LM_EVAL, read_baseline
-from vexport.scores.table import ScoreTable
+from vexport.scores.table import ScoreTable, TaskTable
 
 
 def read_comparable(path: Path) -> ScoreTable:
@@ -17,12 +18,7 @@ def read_comparable(path: Path) -> ScoreTable:
     """
     given = read_baseline(path)
     if given.harness != LM_EVAL:
-        raise InputError(
-            str(path),
-            got=f"results of {given.harness}",
-            need="lm-eval's results, because vexport also evaluates with lm-eval",
-            fix="compare results of two models with `vexport verdict`",
-        )
+        raise InputError.of(rules.OTHER_HARNESS, str(path), harness=given.harness)
     return given
 
 
@@ -40,38 +36,33 @@ def require_comparable_results(
     requested = {
         member for name, members in known.items() if name not in missing for member in members
     }
-    fix = f"evaluate the tasks of these results: --task {','.join(given.tasks)}"
-    where, need = str(given.file), "the same tasks on both sides"
+    where, tasks = str(given.file), ",".join(given.tasks)
     problems = [
-        InputError(where, got=f"no task {name}", need=need, fix=fix)
+        InputError.of(rules.MISSING_TASK, where, task=name, tasks=tasks)
         for name in missing
         if name in exact
     ]
     if not missing:
         problems += [
-            InputError(where, got=f"also task {name}, which is not evaluated", need=need, fix=fix)
+            InputError.of(rules.FURTHER_TASK, where, task=name, tasks=tasks)
             for name in given.tasks
             if name not in requested
         ]
-    raise_all([*problems, *_other_documents(given, requested, limit)])
-
-
-def _other_documents(
-    given: ScoreTable, requested: set[str], limit: float | None
-) -> Iterator[InputError]:
     for name in sorted(requested):
-        count, original = given.tasks[name].documents, given.tasks[name].full_size
-        expected = _expected(original, limit)
-        is_cut_off = limit is not None and limit >= 1 and int(limit) < count
-        if is_cut_off or (expected is not None and expected != count):
-            asks = "all documents" if limit is None else f"the documents of --limit {limit:g}"
-            fix = f"use --limit {count}" if original != count else "leave --limit out"
-            got, where = f"{count:,} documents", f"{given.file}: task {name}"
-            yield InputError(where, got=got, need=asks, fix=fix)
+        count, expected = given.tasks[name].documents, _expected(given.tasks[name], limit)
+        if count != expected:
+            place = f"{given.file}: task {name}"
+            problems.append(
+                InputError.of(rules.OTHER_DOCUMENTS, place, count=count, expected=expected)
+            )
+    raise_all(problems)
 
 
-def _expected(original: int | None, limit: float | None) -> int | None:
-    """Return the number of documents that lm-eval will use, or None if it is unknown."""
-    if original is None or limit is None:
-        return original
-    return min(original, math.ceil(original * limit) if limit < 1 else int(limit))
+def _expected(task: TaskTable, limit: float | None) -> int:
+    """Return the number of documents that lm-eval will use, as far as it is known."""
+    size = task.documents if task.full_size is None else task.full_size
+    if limit is None:
+        return size
+    if limit >= 1:
+        return min(size, int(limit))
+    return task.documents if task.full_size is None else min(size, math.ceil(size * limit))

@@ -1,18 +1,20 @@
 """Read the scores of one model, from whatever file or folder has them."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from vexport.errors import InputError
 from vexport.foreign import json_lines
 from vexport.names import result_files
+from vexport.rules import results as rules
 from vexport.scores.readers import evalscope, jsonl, lighteval
 from vexport.scores.readers.accepted import is_accepted, read_accepted_table
 from vexport.scores.readers.lm_eval import read_lm_eval
-from vexport.scores.table import ScoreTable, TaskTable
+from vexport.scores.readers.rows import Response, task_tables
+from vexport.scores.table import ScoreTable
 
 LM_EVAL = "lm-eval"
-_READERS: Mapping[str, Callable[[Path], dict[str, TaskTable]]] = {
+_READERS: Mapping[str, Callable[[Path], Iterator[Response]]] = {
     lighteval.NAME: lighteval.read_details,
     evalscope.NAME: evalscope.read_reviews,
     jsonl.NAME: jsonl.read_plain,
@@ -36,7 +38,7 @@ def read_scores(path: Path, names: Collection[str] = ()) -> ScoreTable:
     harness = harness_of(path)
     if harness == LM_EVAL:
         return read_lm_eval(path, names)
-    tasks = _READERS[harness](path)
+    tasks = task_tables(_READERS[harness](path))
     return ScoreTable(file=path, tasks=tasks, names=tuple(tasks), harness=harness).selected(names)
 
 
@@ -62,12 +64,7 @@ def harness_of(path: Path) -> str:
     if not found and jsonl.plain_files(path):
         found.append(jsonl.NAME)
     if len(found) > 1:
-        raise InputError(
-            str(path),
-            got=f"results of {' and '.join(found)}",
-            need="results of a single harness",
-            fix="give the folder of a single harness",
-        )
+        raise InputError.of(rules.SEVERAL_HARNESSES, str(path), names=found)
     return found[0] if found else LM_EVAL
 
 
@@ -80,8 +77,6 @@ def _harness_of_file(path: Path) -> str:
         if "sample_score" in row:
             return evalscope.NAME
         if "doc_id" in row and "resps" in row:
-            fix = "give the folder that lm-eval wrote, with results_*.json in it"
-            need = "lm-eval's results"
-            raise InputError(where, got="samples of lm-eval alone", need=need, fix=fix)
+            raise InputError.of(rules.SAMPLES_ALONE, where)
         break
     return jsonl.NAME

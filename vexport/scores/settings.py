@@ -19,6 +19,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from vexport.foreign import mapping_in
 from vexport.inference.added_keys import UNTEMPLATED
 from vexport.inference.fingerprint import (
     COMPILATION,
@@ -342,7 +343,7 @@ def recorded_fingerprint(content: Mapping[str, Json], tasks: Sequence[str]) -> F
         settings |= {
             f"{name}{task}": mapping_in(content, key).get(task) for name, key in _TASK_KEYS.items()
         }
-        given = mapping_in(mapping_in(content, "configs"), task).get("generation_kwargs")
+        given = mapping_in(content, "configs", task).get("generation_kwargs")
         settings[f"{GEN_KWARGS} of {task}"] = _text(given) if given else None
     return {name: _text(value) for name, value in settings.items() if value is not None}
 
@@ -476,12 +477,3 @@ def _scalar(text: str) -> Json:
         with suppress(ValueError):
             return number(text)
     return text
-
-
-def mapping_in(content: Mapping[str, Json], key: str) -> dict[str, Json]:
-    """Return the object under a key of a results file.
-
-    Return an empty object for any other value.
-    """
-    value = content.get(key)
-    return value if isinstance(value, dict) else {}

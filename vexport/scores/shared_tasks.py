@@ -5,6 +5,7 @@ from pathlib import Path
 
 from vexport.errors import InputError, nearest_hint, raise_all
 from vexport.records.values import join_limited
+from vexport.rules import results as rules
 from vexport.scores.settings import MAX_NAMED
 from vexport.scores.table import ScoreTable
 
@@ -27,11 +28,12 @@ def shared_tasks(
     selectable = (*baseline.names, *candidate.names)
     raise_all(
         [
-            InputError(
+            InputError.of(
+                rules.UNKNOWN_TASK,
                 "--task",
-                got=f"no task {name} on either side",
-                need=f"names of tasks or groups{nearest_hint(name, selectable)}",
-                fix=f"choose from {join_limited([*dict.fromkeys(selectable)], ', ', MAX_NAMED)}",
+                task=name,
+                hint=nearest_hint(name, selectable),
+                known=join_limited([*dict.fromkeys(selectable)], ", ", MAX_NAMED),
             )
             for name in dict.fromkeys(selected)
             if name not in selectable
@@ -49,11 +51,10 @@ def shared_tasks(
         if tasks
     )
     if not names:
-        fix = "evaluate the same tasks" if not selected else "name tasks of both sides"
-        raise InputError(
+        raise InputError.of(
+            rules.NO_SHARED_TASK,
             "--task" if selected else str(paths[1]),
-            got=" and ".join(missing) or f"no documents of {', '.join(selected)} on either side",
-            need=f"at least one task that {paths[0]} has, too",
-            fix=fix,
+            missing=" and ".join(missing) or f"no documents of {', '.join(selected)}",
+            other=paths[0],
         )
     return names, missing

@@ -19,7 +19,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from vexport.errors import InputError, raise_all, shown
+from vexport.errors import InputError, raise_all
 from vexport.files import digest_file, from_json, read_json_object
 from vexport.foreign import LARGEST_SCORE, require_unique_fields, span
 from vexport.inference.fingerprint import Fingerprint
@@ -28,6 +28,7 @@ from vexport.names import ACCEPTED_KEY
 from vexport.records import AcceptedBaseline
 from vexport.records.chosen_metric import Choice, direction_name, parse_chosen_metric
 from vexport.records.margin import Margins, MarginValue
+from vexport.rules import results as rules
 from vexport.scores.endings import LETTERS, letter_of
 from vexport.scores.metrics import known_direction
 from vexport.scores.settings import DIGITS
@@ -39,7 +40,6 @@ WHOLE = "."
 """Letter of a response that was not cut, is not empty, and contains an answer."""
 # Decimals of a stored mean score, and the largest difference that can come from rounding.
 _DECIMALS, _PRECISION = 6, 1.1e-6
-_FIX_RESTORE = "restore it from git, or accept it again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,24 +102,25 @@ def read_accepted(path: Path) -> Accepted:
         InputError: If the file has another kind or is damaged.
     """
     if not is_accepted(path):
-        got = "something else" if path.exists() else "no such file"
-        fix = "make it with `vexport eval --accept FILE`"
-        raise InputError(str(path), got=got, need="an accepted baseline", fix=fix)
+        raise InputError.of(rules.NO_BASELINE, str(path))
     accepted = from_json(Accepted, path)
     require_unique_fields(path)
-    problems = [*_group_problems(path, accepted)]
+    problems = [
+        InputError.of(rules.BASELINE_GROUP, f"{path}: groups.{name}", tasks=list(members))
+        for name, members in accepted.groups.items()
+        if not members or not accepted.tasks.keys() >= {*members}
+    ]
     for name, task in accepted.tasks.items():
         try:
             _require_score(task, _rows(task))
         except ValueError as error:
             where = f"{path}: tasks.{name}"
-            need = "a score and a question's digest for each document, as vexport wrote them"
-            problems.append(InputError(where, got=str(error), need=need, fix=_FIX_RESTORE))
+            problems.append(InputError.of(rules.BASELINE_SCORES, where, reason=error))
     try:
         Margins.read(accepted.margin)
     except ValueError as error:
-        got = shown(accepted.margin)
-        problems.append(InputError(f"{path}: margin", got=got, need=str(error), fix=_FIX_RESTORE))
+        where, value = f"{path}: margin", accepted.margin
+        problems.append(InputError.of(rules.BASELINE_MARGIN, where, value=value, need=error))
     raise_all(problems)
     return accepted
 
@@ -195,16 +196,6 @@ def _rows(task: AcceptedTask) -> dict[Key, Row]:
     return rows
 
 
-def _group_problems(path: Path, accepted: Accepted) -> Iterator[InputError]:
-    """Yield an error for each group without tasks, or with a task that the file does not have."""
-    for name, members in accepted.groups.items():
-        unknown = [member for member in members if member not in accepted.tasks]
-        if unknown or not members:
-            got = f"the unknown task {shown(unknown[0], 100)}" if unknown else "no task"
-            need = "tasks of this file"
-            yield InputError(f"{path}: groups.{name}", got=got, need=need, fix=_FIX_RESTORE)
-
-
 def _require_score(task: AcceptedTask, rows: Mapping[Key, Row]) -> None:
     mean = rounded_mean([row.scores[task.metric] for row in rows.values()])
     if not math.isclose(task.score, mean, rel_tol=1e-9, abs_tol=_PRECISION):
@@ -263,9 +254,9 @@ def gate_contradictions(accepted: Choice, gate: Choice) -> Iterator[InputError]:
     for name, chosen in gate.items():
         for unit, old in accepted.items():
             if name in (unit, "*") and not _agree(chosen, old):
-                got, need = f"{unit}={chosen}", f"{unit}={old}, as accepted"
-                fix = "leave it out, or accept the baseline again with this gate"
-                yield InputError("gate", got=got, need=need, fix=fix)
+                yield InputError.of(
+                    rules.BASELINE_GATE, "gate", unit=unit, gate=chosen, accepted=old
+                )
 
 
 def _agree(text: str, accepted: str) -> bool:

@@ -4,22 +4,27 @@
 seed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from vexport.errors import InputError, clip
-from vexport.foreign import identity, json_lines, text, whole_number
+from vexport.errors import clip
+from vexport.foreign import (
+    identity,
+    json_lines,
+    mapping_in,
+    require_fields,
+    text,
+    whole_number,
+)
 from vexport.outputs.replaceable import resolved
 from vexport.records import Json
 from vexport.scores.readers.rows import (
     Response,
     require_one_model,
-    response_at,
+    row_of,
     score_numbers,
-    task_table,
     text_or_none,
 )
-from vexport.scores.table import TaskTable
 
 NAME = "EvalScope"
 _SUCCESS = "success"
@@ -36,43 +41,38 @@ def review_files(path: Path) -> list[Path]:
     return sorted(file for file in files if "reviews" in file.relative_to(path).parts)
 
 
-def read_reviews(path: Path) -> dict[str, TaskTable]:
+def read_reviews(path: Path) -> Iterator[Response]:
     """Read EvalScope's reviews. Each subset of a dataset becomes a task."""
     files = [path] if path.is_file() else review_files(path)
-    require_one_model(path, [file.parent for file in files])
-    tasks: dict[str, tuple[Path, list[Response]]] = {}
+    require_one_model(path, [str(file.parent) for file in files])
     for file in files:
         for where, row in json_lines(file, "a review of EvalScope"):
-            tasks.setdefault(file.stem, (file, []))[1].append(_review(where, row))
-    return {name: task_table(NAME, name, file, found) for name, (file, found) in tasks.items()}
+            yield _review(file, where, row)
 
 
-def _review(where: str, row: Mapping[str, Json]) -> Response:
-    need, fix = "a review of EvalScope 1.x", "evaluate again with EvalScope"
-    sample = row.get("sample_score")
-    score = sample.get("score") if isinstance(sample, dict) else None
-    values = score.get("value") if isinstance(score, dict) else None
-    if not isinstance(sample, dict) or not isinstance(score, dict) or not isinstance(values, dict):
-        raise InputError(where, got="no sample_score with a score", need=need, fix=fix)
+def _review(file: Path, where: str, row: Mapping[str, Json]) -> Response:
+    sample, score = mapping_in(row, "sample_score"), mapping_in(row, "sample_score", "score")
+    require_fields(where, score, {"value": dict}, "a review of EvalScope 1.x with a sample_score")
     ids = (sample.get("group_id"), sample.get("sample_id"), row.get("index"))
     document = next((value for value in ids if value is not None), None)
-    seed = sample.get("generation_index")
-    target = row.get("target")
-    status = score.get("status", _SUCCESS)
-    is_scored = status == _SUCCESS
-    scores = score_numbers(where, values) if is_scored else {}
-    main = score.get("main_score_name")
+    seed, target = sample.get("generation_index"), row.get("target")
+    status, main = score.get("status", _SUCCESS), score.get("main_score_name")
+    scores = score_numbers(where, mapping_in(score, "value")) if status == _SUCCESS else {}
     ordered = sorted(scores, key=lambda name: name != main)
-    return response_at(
-        where,
-        identity(where, "id", document),
-        {name: scores[name] for name in ordered},
+    return Response(
+        task=file.stem,
+        file=file,
+        where=where,
+        row=row_of(
+            identity(where, "id", document),
+            {name: scores[name] for name in ordered},
+            prompt=_prompt_text(row.get("messages")),
+            target=", ".join(map(text, target)) if isinstance(target, list) else "",
+            text=text_or_none(score.get("prediction")),
+            extracted=text_or_none(score.get("extracted_prediction")),
+        ),
         seed=None if seed is None else whole_number(where, "generation_index", seed),
-        prompt=_prompt_text(row.get("messages")),
-        target=", ".join(map(text, target)) if isinstance(target, list) else "",
-        text=text_or_none(score.get("prediction")),
-        extracted=text_or_none(score.get("extracted_prediction")),
-        problem="" if scores else f"its score has the status {clip(text(status), 100)}",
+        problem=f"its score has the status {clip(text(status), 100)}",
     )
 
 
@@ -82,6 +82,5 @@ def _prompt_text(messages: Json) -> str:
     for message in messages if isinstance(messages, list) else []:
         if not isinstance(message, dict) or message.get("role") == "assistant":
             break
-        content = message.get("content")
-        texts.append(text(content))
+        texts.append(text(message.get("content")))
     return "\n".join(texts)

@@ -3,13 +3,12 @@
 They have the columns `doc`, `metric` and `model_response`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from vexport.errors import InputError
 from vexport.errors.extras import require_extra
 from vexport.files import read_json_object
-from vexport.foreign import text
+from vexport.foreign import mapping_in, require_fields, text
 from vexport.names import TIMESTAMP
 from vexport.records import Json
 from vexport.scores.readers.parquet_rows import parquet_rows
@@ -17,15 +16,15 @@ from vexport.scores.readers.rows import (
     Response,
     digest,
     require_one_model,
-    response_at,
+    row_of,
     score_numbers,
-    task_table,
 )
-from vexport.scores.settings import mapping_in
-from vexport.scores.table import TaskTable
+from vexport.scores.table import Row
 
 NAME = "lighteval"
 _DETAILS = "details_"
+_NEED = "lighteval's details"
+_KINDS = {"doc": dict, "metric": dict, "model_response": dict}
 # The other fields of `model_response` are token ids, which take more space than the texts.
 _DETAIL_COLUMNS = (
     *("doc", "metric"),
@@ -37,19 +36,23 @@ def details_files(path: Path) -> list[Path]:
     return sorted(path.rglob(f"{_DETAILS}*.parquet"))
 
 
-def read_details(path: Path) -> dict[str, TaskTable]:
+def read_details(path: Path) -> Iterator[Response]:
     """Read lighteval's details. If a task was evaluated several times, use its newest file."""
     require_extra("pyarrow", "reading lighteval's details")
     files = [path] if path.is_file() else details_files(path)
-    require_one_model(path, [_model_folder(file) for file in files])
+    require_one_model(path, [str(_model_folder(file)) for file in files])
     newest = {_task_of(file): file for file in sorted(files, key=_date_of)}
-    tasks: dict[str, TaskTable] = {}
-    for name, file in newest.items():
-        rows = parquet_rows(file, _DETAIL_COLUMNS, "lighteval's details")
-        found = [_detail(where, row) for where, row in rows]
-        directions = _recorded_directions(_results_beside(file), name)
-        tasks[name] = task_table(NAME, name, file, found, directions)
-    return tasks
+    for task, file in newest.items():
+        directions = _recorded_directions(_results_beside(file), task)
+        for where, row in parquet_rows(file, _DETAIL_COLUMNS, _NEED):
+            yield Response(
+                task=task,
+                file=file,
+                where=where,
+                row=_detail(where, row),
+                problem="it has no score that is a number",
+                directions=directions,
+            )
 
 
 def _results_beside(file: Path) -> Path | None:
@@ -74,7 +77,7 @@ def _recorded_directions(results: Path | None, task: str) -> dict[str, bool]:
     names, and a direction for each name.
     """
     content = {} if results is None else read_json_object(results)
-    listed = mapping_in(mapping_in(content, "config_tasks"), task).get("metrics")
+    listed = mapping_in(content, "config_tasks", task).get("metrics")
     directions: dict[str, Json] = {}
     for metric in listed if isinstance(listed, list) else []:
         if isinstance(metric, dict):
@@ -100,31 +103,23 @@ def _date_of(file: Path) -> str:
     return found[1] if found else ""
 
 
-def _detail(where: str, row: Mapping[str, Json]) -> Response:
-    fix = "evaluate again"
-    if missing := {"doc", "metric", "model_response"} - row.keys():
-        got = f"no column {', '.join(sorted(missing))}"
-        raise InputError(where, got=got, need="lighteval's details", fix=fix)
-    doc, metric, response = row["doc"], row["metric"], row["model_response"]
-    if not isinstance(doc, dict) or not isinstance(metric, dict) or not isinstance(response, dict):
-        raise InputError(where, got="an empty row", need="lighteval's details", fix=fix)
+def _detail(where: str, row: Mapping[str, Json]) -> Row:
+    require_fields(where, row, _KINDS, _NEED)
+    doc, metric, response = (mapping_in(row, name) for name in _KINDS)
     query = text(doc.get("query") or "")
     listed = doc.get("choices")
     choices = [text(choice) for choice in listed] if isinstance(listed, list) else []
     texts, log_likelihoods = response.get("text"), response.get("logprobs")
     kept = response.get("text_post_processed") or texts
-    scores = score_numbers(where, metric)
     is_choice = isinstance(log_likelihoods, list) and bool(log_likelihoods) and len(choices) > 1
     document = doc.get("id")
-    return response_at(
-        where,
+    return row_of(
         text(document) if document not in (None, "") else digest(query, *choices),
-        scores,
+        score_numbers(where, metric),
         prompt=query,
         target=_gold(choices, doc.get("gold_index")),
         text=_join_texts(kept) if not is_choice else None,
         options=len(choices) if is_choice else 0,
-        problem="" if scores else "it has no score that is a number",
     )
 
 

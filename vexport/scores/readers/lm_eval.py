@@ -7,13 +7,24 @@ lm-eval's command line writes results into a subfolder with the name of the mode
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from vexport.errors import InputError, clip
+import numpy as np
+
+from vexport.errors import InputError
 from vexport.files import read_json_object
-from vexport.foreign import is_whole_number, json_lines
+from vexport.foreign import (
+    LARGEST_SCORE,
+    is_whole_number,
+    json_lines,
+    mapping_in,
+    require_fields,
+    whole_number,
+)
+from vexport.foreign import text as clean
 from vexport.inference.added_keys import FINISH_REASON, SEED
 from vexport.inference.fingerprint import read_fingerprint
 from vexport.inference.questions import HASHES
@@ -21,147 +32,103 @@ from vexport.inference.repeated import read_repeated
 from vexport.names import TIMESTAMP, result_files, run_name
 from vexport.records import Json, Prompting
 from vexport.records.values import join_limited
-from vexport.scores.aggregates import NotReadable, numbers_in, softmax
+from vexport.rules import results as rules
+from vexport.scores.aggregates import numbers_in, softmax
 from vexport.scores.endings import Ending, ending_of
+from vexport.scores.readers.rows import keyed, require_one_model
 from vexport.scores.settings import (
     DEFAULT_LENGTH,
     MAX_NAMED,
-    mapping_in,
     model_of,
     recorded_fingerprint,
     recorded_prompting,
     recorded_time,
     unseparated_thinking,
 )
-from vexport.scores.table import Key, Row, ScoreTable, TaskTable
+from vexport.scores.table import Row, ScoreTable, TaskTable
 
 SCORED_TEXTS = ("loglikelihood", "loglikelihood_rolling")
 """Output types of tasks that score the likelihood of a given text."""
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_FIELDS = {
+    **dict.fromkeys(("filter", "target", "arguments", "resps", "filtered_resps", *HASHES), object),
+    "metrics": list,
+}
 
 
-def _read_rows(path: Path, *, output_type: str, longest: int, is_stripped: bool) -> dict[Key, Row]:
-    """Read a samples file.
+def _read_row(
+    where: str, line: Mapping[str, Json], output_type: str, generation: Mapping[str, str]
+) -> Row:
+    """Return the row of a line in a samples file.
 
-    `longest` is the maximum number of new tokens if the task does not set it. `is_stripped` is True
-    if finished thinking is removed from responses.
-
-    Raises:
-        InputError: If something is missing or broken. The error names the line.
+    `generation` are the model's arguments that shape responses (`Prompting.generation`).
     """
-    rows: dict[Key, Row] = {}
-    for where, line in json_lines(path, "a sample"):
-        row = _read_row(where, line, output_type)
-        if output_type == "generate_until":
-            row = replace(row, ending=_ending(line, longest, is_stripped=is_stripped))
-        if row.key in rows:
-            got = f"document {row.doc_id} twice (filter {row.filter})"
-            raise InputError(
-                where, got=got, need="each document once", fix="evaluate into an empty folder"
-            )
-        rows[row.key] = row
-    if not rows:
-        fix = "evaluate again with a higher --limit"
-        raise InputError(str(path), got="no documents", need="at least one", fix=fix)
-    return rows
-
-
-def _read_row(where: str, line: dict[str, Json], output_type: str) -> Row:
-    required = (
-        "doc_id",
-        "filter",
-        "target",
-        "arguments",
-        "resps",
-        "filtered_resps",
-        "metrics",
-        *HASHES,
-    )
-    if missing := [key for key in required if key not in line]:
-        fix = "write the samples with lm-eval 0.4.5 or newer"
-        raise InputError(
-            where, got=f"no {', '.join(missing)}", need="lm-eval's sample keys", fix=fix
-        )
-    doc_id, metrics, seed = line["doc_id"], line["metrics"], line.get(SEED, 0)
-    if type(doc_id) is not int or type(seed) is not int or not isinstance(metrics, list):
-        got = f"doc_id {doc_id!r}, {SEED} {seed!r}, metrics {metrics!r}"
-        raise InputError(where, got=got, need="integers and a list", fix="evaluate again")
+    require_fields(where, line, _FIELDS, "a sample of lm-eval 0.4.5 or newer")
     arguments = [_values(request) for request in _values(line["arguments"])]
-    shown_text, compared = _shown_and_compared(
-        arguments, line["resps"], line["filtered_resps"], output_type
-    )
-    recorded = {_text(name): line.get(str(name)) for name in metrics}
+    filtered = _values(line["filtered_resps"])
+    is_choice = output_type == "multiple_choice"
+    shown_text, compared = _shown_and_compared(arguments, line, output_type)
+    recorded = {_text(name): line.get(str(name)) for name in _values(line["metrics"])}
     scores = {
-        name: _score(value) for name, value in recorded.items() if isinstance(value, int | float)
+        name: float(value) for name, value in recorded.items() if isinstance(value, int | float)
     }
     values = {name: value for name, value in recorded.items() if name not in scores}
-    doc_hash, prompt_hash, target_hash = (str(line[key]) for key in HASHES)
+    if is_choice:
+        options = [_log_likelihood(response) for response in filtered]
+        values = {name: _exact_probabilities(value, options) for name, value in values.items()}
+    scored = _log_likelihood(filtered) if output_type in SCORED_TEXTS else -math.inf
+    is_generated = output_type == "generate_until"
     return Row(
-        doc_id=doc_id,
+        doc_id=whole_number(where, "doc_id", line.get("doc_id")),
         filter=_text(line["filter"]),
-        hashes=(doc_hash, prompt_hash, target_hash),
+        hashes=tuple(str(line[key]) for key in HASHES),
         prompt=_text(arguments[0][0]) if arguments and arguments[0] else "",
-        target=_target(arguments, line["target"], output_type),
+        target=_target(arguments, _text(line["target"]), is_choice=is_choice),
         shown_text=shown_text,
         compared_text=compared,
         scores=scores,
-        values=_exact_probabilities(values, line["filtered_resps"], output_type),
-        options=len(_values(line["filtered_resps"])) if output_type == "multiple_choice" else 0,
-        seed=seed,
-        log_likelihood=_log_likelihood(line["filtered_resps"])
-        if output_type in SCORED_TEXTS
-        else None,
+        values=values,
+        options=len(filtered) if is_choice else 0,
+        seed=whole_number(where, SEED, line.get(SEED, 0)),
+        log_likelihood=scored if math.isfinite(scored) else None,
+        ending=_ending(line, arguments, generation) if is_generated else None,
     )
 
 
-def _exact_probabilities(
-    values: Mapping[str, Json], filtered: Json, output_type: str
-) -> dict[str, Json]:
+def _exact_probabilities(value: Json, options: Sequence[float]) -> Json:
     """Replace the options' probabilities that lm-eval stored as text by exact probabilities.
 
     The text has 8 digits (for `brier_score`), but the log-likelihoods of the options have all
     digits. Other values are returned unchanged.
     """
-    if output_type != "multiple_choice":
-        return dict(values)
-    log_likelihoods = [_number(_values(response)) for response in _values(filtered)]
-    exact: dict[str, Json] = {}
-    for name, value in values.items():
-        exact[name] = value
-        if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], str):
-            continue
-        try:
-            rounded = numbers_in(value[1])
-        except NotReadable:
-            rounded = []
-        # For acc_mutual_info, lm-eval also scores each option without the question. These extra
-        # values follow the values of all options, and are dropped here.
-        options = log_likelihoods[: len(rounded) or None]
-        probabilities = softmax(options) if all(map(math.isfinite, options)) else []
-        if _are_close(rounded or probabilities, probabilities):
-            exact[name] = [value[0], list[Json](probabilities)]
-    return exact
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], str):
+        return value
+    rounded = numbers_in(value[1])
+    # For acc_mutual_info, lm-eval also scores each option without the question. These extra values
+    # follow the values of all options, and are dropped here.
+    scored = options[: len(rounded)]
+    if not rounded or len(scored) < len(rounded) or not all(map(math.isfinite, scored)):
+        return value
+    exact = softmax(scored)
+    is_same = np.allclose(rounded, exact, rtol=0, atol=1e-6)
+    return [value[0], list[Json](exact)] if is_same else value
 
 
-def _are_close(numbers: Sequence[float], others: Sequence[float]) -> bool:
-    if len(numbers) != len(others):
-        return False
-    pairs = zip(numbers, others, strict=True)
-    return bool(numbers) and all(math.isclose(one, other, abs_tol=1e-6) for one, other in pairs)
-
-
-def _ending(line: Mapping[str, Json], longest: int, *, is_stripped: bool) -> Ending:
-    requests = _values(line["arguments"])
-    request = _values(requests[0]) if requests else []
+def _ending(
+    line: Mapping[str, Json], arguments: Sequence[list[Json]], generation: Mapping[str, str]
+) -> Ending:
+    request = arguments[0] if arguments else []
     given = request[1] if len(request) > 1 and isinstance(request[1], dict) else {}
     lengths = [value for name in _LENGTHS if isinstance(value := given.get(name), int)]
+    longest = generation.get("max_gen_toks", "")
+    default = int(longest) if is_whole_number(longest) else DEFAULT_LENGTH
     return ending_of(
         prompt=_text(request[0]) if request else "",
         responses=list(_texts(line["resps"])),
         filtered=list(_texts(line["filtered_resps"])),
         reasons=[reason for reason in _texts(line.get(FINISH_REASON)) if reason],
-        longest=lengths[0] if lengths else longest,
-        is_stripped=is_stripped,
+        longest=lengths[0] if lengths else default,
+        is_stripped=bool(generation.get("think_end_token")),
     )
 
 
@@ -174,24 +141,14 @@ def _texts(value: Json) -> Iterator[str]:
         yield _text(value)
 
 
-def _log_likelihood(filtered: Json) -> float | None:
-    value = _number(_values(_values(filtered)[:1]))
-    return value if math.isfinite(value) else None
-
-
-def _target(arguments: list[list[Json]], target: Json, output_type: str) -> str:
+def _target(arguments: Sequence[list[Json]], target: str, *, is_choice: bool) -> str:
     """Return the correct answer. For multiple choice, return the text of the correct option."""
-    text = _text(target)
-    if (
-        output_type == "multiple_choice"
-        and text.isdecimal()
-        and len(text) <= len(str(len(arguments)))
-    ):
-        return _option(arguments, int(text)) if int(text) < len(arguments) else text
-    return text
+    if is_choice and is_whole_number(target) and int(target) < len(arguments):
+        return _option(arguments, int(target))
+    return target
 
 
-def _option(arguments: list[list[Json]], index: int) -> str:
+def _option(arguments: Sequence[list[Json]], index: int) -> str:
     """Return an option's text: its continuation.
 
     If all options have the same continuation, the prompts differ, and the prompt is returned
@@ -203,45 +160,36 @@ def _option(arguments: list[list[Json]], index: int) -> str:
 
 
 def _shown_and_compared(
-    arguments: list[list[Json]], resps: Json, filtered: Json, output_type: str
+    arguments: Sequence[list[Json]], line: Mapping[str, Json], output_type: str
 ) -> tuple[str, str]:
-    responses = [_values(value) for value in _values(filtered)]
+    filtered = line["filtered_resps"]
+    responses = _values(filtered)
     if output_type == "multiple_choice":
-        chosen = max(range(len(responses)), key=lambda index: _number(responses[index]), default=0)
+        options = range(len(responses))
+        chosen = max(options, key=lambda index: _log_likelihood(responses[index]), default=0)
         return _option(arguments, chosen), str(chosen)
     if output_type == "loglikelihood":
-        greedy = "True" in [str(value) for response in responses for value in response]
+        greedy = "True" in [str(value) for response in responses for value in _values(response)]
         likeliest = (
             "the target is the likeliest continuation"
             if greedy
             else "another continuation is likelier"
         )
         return likeliest, likeliest
-    return _text(_first(resps)), _text(filtered)
+    return _text(_first(line["resps"])), _text(filtered)
 
 
-def _number(response: list[Json]) -> float:
+def _log_likelihood(response: Json) -> float:
     """Return the log-likelihood of an option. It is -inf if the value cannot be one."""
     value = _first(response)
-    try:
-        found = float(value) if isinstance(value, (str, int, float)) else -math.inf
-    except (ValueError, OverflowError):
-        return -math.inf
-    return found if math.isfinite(found) else -math.inf
-
-
-def _score(value: int | float) -> float:
-    """Return the number as a float.
-
-    Integers beyond a float's range, which JSON allows, become infinite.
-    """
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+    with suppress(ValueError):
+        found = float(value) if isinstance(value, str | int | float) else -math.inf
+        return found if math.isfinite(found) else -math.inf
+    return -math.inf
 
 
 def _first(value: Json) -> Json:
+    """Return the first value in nested lists."""
     while isinstance(value, list) and value:
         value = value[0]
     return value
@@ -255,15 +203,13 @@ def _values(value: Json) -> list[Json]:
 
 
 def _text(value: Json) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text.encode(
-        "utf-8", "replace"
-    ).decode()  # JSON may contain half a surrogate pair; UTF-8 cannot
+    return clean(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 # Maximum length of a task's name in bytes. lm-eval adds a prefix and a date to make a file name,
 # and a file name has at most 255 bytes.
 LONGEST_NAME = 200
+_Contents = Mapping[Path, Mapping[str, Json]]
 
 
 def read_lm_eval(path: Path, names: Collection[str] = ()) -> ScoreTable:
@@ -277,25 +223,21 @@ def read_lm_eval(path: Path, names: Collection[str] = ()) -> ScoreTable:
         error names the file and the line. Samples are required, because responses are paired.
         lm-eval writes samples with --log_samples.
     """
-    paths = [path] if path.is_file() else _dated_files(path)
-    contents = {file: read_json_object(file) for file in paths}
-    _require_one_model(path, contents)
+    contents = {file: read_json_object(file) for file in _dated_files(path)}
+    models = {model_of(content): file.name for file, content in contents.items()}
+    require_one_model(path, [f"{models[model]}: {model}" for model in models if model])
     newest: dict[str, Path] = {}
     for file, content in contents.items():
         newest |= dict.fromkeys(mapping_in(content, "configs"), file)
     if not newest:
-        raise InputError(
-            str(paths[-1]), got="no tasks", need="lm-eval results", fix="evaluate at least one task"
-        )
-    merged = _merged_groups(contents.values())
-    members = _members(merged, frozenset(newest))
+        raise InputError.of(rules.NO_TASK, str([*contents][-1]))
+    merged = _merged_groups(contents)
+    members = _members(merged, newest.keys())
     wanted = {each for name in names for each in members.get(name, (name,))} or {*newest}
-    files = {
-        file: in_file
-        for file in contents
-        if (in_file := tuple(name for name in newest if name in wanted and newest[name] == file))
-    }
-    older = {name: _larger_older(contents, newest[name], name) for name in newest if name in wanted}
+    files: dict[Path, list[str]] = {}
+    for file in contents:
+        if in_file := [name for name in newest if name in wanted and newest[name] == file]:
+            files[file] = in_file
     fingerprint: dict[str, str] = {}
     tasks: dict[str, TaskTable] = {}
     for file, in_file in files.items():
@@ -303,111 +245,77 @@ def read_lm_eval(path: Path, names: Collection[str] = ()) -> ScoreTable:
         of_file = {**recorded_fingerprint(content, in_file), **read_fingerprint(file.parent)}
         fingerprint |= of_file
         for name in in_file:
-            tasks[name] = replace(
-                _read_task(file, name, content),
-                larger=older[name][-1] if older[name] else None,
-                fingerprint=of_file,
-            )
-    last = [*files][-1] if files else paths[-1]
+            table = _read_task(file, name, content)
+            larger = _larger_older(contents, file, name)
+            tasks[name] = replace(table, larger=larger, fingerprint=of_file)
+    last = [*(files or contents)][-1]
     thinking = [unseparated_thinking(contents[file]) for file in files]
     return ScoreTable(
         file=last,
         tasks=tasks,
         names=(*newest, *members),
-        groups=_aggregated_groups(merged, frozenset(newest)),
+        groups=_aggregated_groups(merged, members),
         members=members,
         fingerprint=fingerprint,
         prompting=_prompting(contents, files) if files else None,
-        replaced=tuple(_replaced(contents, files, older)),
+        replaced=tuple(_replaced(contents, newest, tasks)),
         warnings=tuple(dict.fromkeys(warning for warning in thinking if warning)),
         measured_at=recorded_time(contents[last]) if files else "",
         repeated=read_repeated(last.parent),
     ).selected(names)
 
 
-def _dated_files(folder: Path) -> list[Path]:
-    files = result_files(folder)
+def _dated_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    files = result_files(path)
     if not files:
-        state = (
-            "no results with lm-eval's date (results_*.json) in it"
-            if folder.is_dir()
-            else "no such folder"
-        )
-        fix = "check the path; lm-eval writes the folder with --output_path FOLDER --log_samples"
-        raise InputError(str(folder), got=state, need="an lm-eval output folder", fix=fix)
-    models = sorted({str(file.parent) for file in files})
-    if len(models) > 1:
-        got = f"results of {len(models)} models ({', '.join(models)})"
-        raise InputError(
-            str(folder), got=got, need="one model's results", fix="give one of these folders"
-        )
-    runs = sorted(set(map(run_name, files)))
-    if len(runs) > 1:
-        got = f"results of {len(runs)} runs ({', '.join(f'{run}_*.json' for run in runs)})"
-        raise InputError(
-            str(folder), got=got, need="one model's results", fix="give one of these files"
-        )
+        raise InputError.of(rules.NO_RESULTS if path.is_dir() else rules.NO_FOLDER, str(path))
+    require_one_model(path, [str(file.with_name(f"{run_name(file)}_*.json")) for file in files])
     return sorted(files, key=lambda file: file.name)
 
 
-def _require_one_model(path: Path, contents: Mapping[Path, Mapping[str, Json]]) -> None:
-    models = {file: model_of(content) for file, content in contents.items()}
-    named = {model: file for file, model in models.items() if model}
-    if len(named) > 1:
-        listed = ", ".join(f"{file.name}: {model}" for model, file in named.items())
-        raise InputError(
-            str(path),
-            got=f"results of {len(named)} models ({clip(listed, 400)})",
-            need="one model's results",
-            fix="give one of these files",
-        )
-
-
-def _larger_older(contents: Mapping[Path, Mapping[str, Json]], file: Path, task: str) -> list[Path]:
-    """Return the older files with more documents of a task than `file`, the largest last."""
-    paths = [path for path in contents if task in mapping_in(contents[path], "configs")]
-    sizes = {path: _documents(contents[path], task) for path in paths}
-    return sorted((path for path in paths if sizes[path] > sizes[file]), key=sizes.__getitem__)
+def _larger_older(contents: _Contents, newest: Path, task: str) -> Path | None:
+    """Return the file with the most documents of a task, if it is another than the newest file."""
+    sizes = {path: _documents(contents[path], task) for path in contents}
+    largest = max(sizes, key=sizes.__getitem__)
+    return largest if sizes[largest] > sizes[newest] else None
 
 
 def _replaced(
-    contents: Mapping[Path, Mapping[str, Json]],
-    files: Mapping[Path, Sequence[str]],
-    older: Mapping[str, Sequence[Path]],
+    contents: _Contents, newest: Mapping[str, Path], tasks: Mapping[str, TaskTable]
 ) -> Iterator[str]:
     """Yield a warning for each file that replaces tasks of an older file with more documents."""
-    for file, tasks in files.items():
-        replaced: dict[Path, list[str]] = {}
-        for name in tasks:
-            for path in older[name]:
-                replaced.setdefault(path, []).append(name)
-        for path, names in replaced.items():
-            counts = (_documents(contents[each], names[0]) for each in (file, path))
-            judged = " of ".join(f"{count:,}" for count in counts)
-            yield (
-                f"{join_limited(names, ', ', MAX_NAMED)}: judged on {judged} documents, because "
-                f"{file} is newer than {path.name}; give the older file to judge all"
-            )
+    replaced: dict[tuple[Path, Path], list[str]] = {}
+    for name, table in tasks.items():
+        if table.larger is not None:
+            replaced.setdefault((newest[name], table.larger), []).append(name)
+    for (file, larger), names in replaced.items():
+        counts = (_documents(contents[each], names[0]) for each in (file, larger))
+        judged = " of ".join(f"{count:,}" for count in counts)
+        yield (
+            f"{join_limited(names, ', ', MAX_NAMED)}: judged on {judged} documents, because "
+            f"{file} is newer than {larger.name}; give the older file to judge all"
+        )
 
 
 def _documents(content: Mapping[str, Json], task: str) -> int:
-    recorded = mapping_in(mapping_in(content, "n-samples"), task).get("effective")
+    recorded = mapping_in(content, "n-samples", task).get("effective")
     return recorded if isinstance(recorded, int) else 0
 
 
-def _merged_groups(contents: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
+def _merged_groups(contents: _Contents) -> dict[str, Json]:
     """Return the groups of all files. If several files define a group, the newest is used."""
-    keys = ("groups", "group_subtasks")
-    merged: dict[str, dict[str, Json]] = {key: {} for key in keys}
-    for content in contents:
-        for key in keys:
-            merged[key] |= mapping_in(content, key)
-    return dict(merged)
+    merged: dict[str, Json] = {}
+    for key in ("groups", "group_subtasks"):
+        found: dict[str, Json] = {}
+        for content in contents.values():
+            found |= mapping_in(content, key)
+        merged[key] = found
+    return merged
 
 
-def _prompting(
-    contents: Mapping[Path, Mapping[str, Json]], files: Mapping[Path, Sequence[str]]
-) -> Prompting:
+def _prompting(contents: _Contents, files: Mapping[Path, Sequence[str]]) -> Prompting:
     """Return the settings of the prompts: of the newest file, and each task's own."""
     recorded = [recorded_prompting(contents[file], tasks) for file, tasks in files.items()]
     template = next((each.chat_template for each in recorded[::-1] if each.chat_template), None)
@@ -426,58 +334,47 @@ def _prompting(
 
 def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskTable:
     # The task's name is part of a file name, so it must not lead to another folder.
-    if (
-        not task
-        or Path(task).name != task
-        or not task.isprintable()
-        or len(task.encode()) > LONGEST_NAME
-    ):
-        got, need = (
-            f"a task named {clip(repr(task), 100)}",
-            "a name without folders that is not too long",
-        )
-        raise InputError(str(file), got=got, need=need, fix="evaluate again with lm-eval")
-    path = _samples_path(file, task)
-    if path is None:
-        need = "a name that ends in lm-eval's date"
-        raise InputError(
-            str(file), got=file.name, need=need, fix="give the folder that lm-eval wrote"
-        )
+    is_name = task and Path(task).name == task and task.isprintable()
+    if not is_name or len(task.encode()) > LONGEST_NAME:
+        raise InputError.of(rules.TASK_NAME, str(file), name=task)
+    stamp = TIMESTAMP.search(file.name)
+    if stamp is None:
+        raise InputError.of(rules.FILE_NAME, str(file), name=file.name)
+    path = file.with_name(f"samples_{task}_{stamp[1]}.jsonl")
     if not path.exists() and not path.is_symlink():
-        where, fix = f"{file}: task {task}", "evaluate again with --log_samples"
-        raise InputError(where, got="no samples", need="samples, to pair documents", fix=fix)
-    config = mapping_in(mapping_in(content, "configs"), task)
+        raise InputError.of(rules.NO_SAMPLES, f"{file}: task {task}")
+    config = mapping_in(content, "configs", task)
     output_type = str(config.get("output_type", ""))
-    better = mapping_in(mapping_in(content, "higher_is_better"), task)
-    directions = {name: value for name, value in better.items() if isinstance(value, bool)}
-    given = recorded_prompting(content, ()).generation
-    longest = given.get("max_gen_toks", "")
-    rows = _read_rows(
-        path,
-        output_type=output_type,
-        longest=int(longest) if is_whole_number(longest) else DEFAULT_LENGTH,
-        is_stripped=bool(given.get("think_end_token")),
+    generation = recorded_prompting(content, ()).generation
+    rows = keyed(
+        (where, _read_row(where, line, output_type, generation))
+        for where, line in json_lines(path, "a sample")
     )
-    recorded = mapping_in(mapping_in(content, "results"), task)
-    numbers = {
-        name: _score(value) for name, value in recorded.items() if isinstance(value, int | float)
-    }
-    size = mapping_in(mapping_in(content, "n-samples"), task).get("original")
+    if not rows:
+        raise InputError.of(rules.NO_DOCUMENT, str(path))
+    size = mapping_in(content, "n-samples", task).get("original")
     return TaskTable(
         task=task,
         file=path,
         rows=rows,
-        higher_is_better=directions,
+        higher_is_better={
+            name: value
+            for name, value in mapping_in(content, "higher_is_better", task).items()
+            if isinstance(value, bool)
+        },
         aggregations=_aggregations(config),
-        aggregates=numbers,
+        aggregates=_numbers(mapping_in(content, "results", task)),
         full_size=size if isinstance(size, int) else None,
     )
 
 
-def _samples_path(file: Path, task: str) -> Path | None:
-    """Return the path of a task's samples, or None if a results file has no date in its name."""
-    stamp = TIMESTAMP.search(file.name)
-    return file.with_name(f"samples_{task}_{stamp[1]}.jsonl") if stamp else None
+def _numbers(recorded: Mapping[str, Json]) -> dict[str, float]:
+    """Return the values that are numbers. Whole numbers may have too many digits for a float."""
+    return {
+        name: float(value)
+        for name, value in recorded.items()
+        if isinstance(value, float) or (isinstance(value, int) and abs(value) <= LARGEST_SCORE)
+    }
 
 
 def _aggregations(config: Mapping[str, Json]) -> dict[str, str]:
@@ -494,17 +391,17 @@ def _aggregations(config: Mapping[str, Json]) -> dict[str, str]:
 
 
 def _aggregated_groups(
-    content: Mapping[str, Json], tasks: frozenset[str]
+    content: Mapping[str, Json], members: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[str, ...]]:
     """Return the outermost groups that lm-eval aggregates, with all tasks below them."""
-    members, named = _members(content, tasks), mapping_in(content, "groups")
+    named = mapping_in(content, "groups")
     groups = {name: members[name] for name in named if members.get(name)}
-    sets = [frozenset(tasks_in) for tasks_in in groups.values()]
-    outermost = {tasks_in for tasks_in in sets if not any(tasks_in < outer for outer in sets)}
-    return {name: tasks_in for name, tasks_in in groups.items() if frozenset(tasks_in) in outermost}
+    sets = [frozenset(tasks) for tasks in groups.values()]
+    outermost = {tasks for tasks in sets if not any(tasks < outer for outer in sets)}
+    return {name: tasks for name, tasks in groups.items() if frozenset(tasks) in outermost}
 
 
-def _members(content: Mapping[str, Json], tasks: frozenset[str]) -> dict[str, tuple[str, ...]]:
+def _members(content: Mapping[str, Json], tasks: Collection[str]) -> dict[str, tuple[str, ...]]:
     children = {
         name: [str(child) for child in value] if isinstance(value, list) else []
         for name, value in mapping_in(content, "group_subtasks").items()

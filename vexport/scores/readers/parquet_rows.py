@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from vexport.errors import InputError, clip, require_working_disk
 from vexport.files import require_no_device
-from vexport.foreign import FIX
 from vexport.records import Json
+from vexport.rules import file as rules
 
 if TYPE_CHECKING:
     import pyarrow  # type: ignore[import-untyped]
@@ -47,12 +47,11 @@ def parquet_rows(
                 for row in _converted(batch, path, number, need):
                     number += 1
                     yield f"{path}, row {number}", row
-    except OSError as error:
+    except (pyarrow.ArrowException, OSError, KeyError, ValueError, OverflowError) as error:
         require_working_disk(error, path)
-        got = _first_line(error)
-        raise InputError(str(path), got=got, need=need, fix=FIX) from None
-    except (pyarrow.ArrowException, KeyError, ValueError, OverflowError) as error:
-        raise InputError(str(path), got=_first_line(error), need=need, fix=FIX) from None
+        raise InputError.of(
+            rules.PARQUET, str(path), reason=_first_line(error), need=need
+        ) from None
 
 
 def _batch_rows(path: Path, file: "pyarrow.parquet.ParquetFile", columns: Sequence[str]) -> int:
@@ -75,9 +74,9 @@ def _batch_rows(path: Path, file: "pyarrow.parquet.ParquetFile", columns: Sequen
 
 def _require_size(path: Path, size: int) -> None:
     if size > LARGEST_CONTENT:
-        need = f"at most {LARGEST_CONTENT >> 30} GB in its rows"
-        fix = "evaluate fewer documents, or split the file"
-        raise InputError(str(path), got="a file that expands to more", need=need, fix=fix)
+        raise InputError.of(
+            rules.TOO_LARGE, str(path), most=LARGEST_CONTENT >> 20, need="expanded rows"
+        )
 
 
 def _converted(
@@ -100,8 +99,8 @@ def _require_convertible(value: "pyarrow.Scalar", where: str, name: str, need: s
     try:
         value.as_py()
     except (ValueError, OverflowError) as error:
-        got = f"{name}: {_first_line(error)}"
-        raise InputError(where, got=got, need=need, fix=FIX) from None
+        reason = f"{name}: {_first_line(error)}"
+        raise InputError.of(rules.PARQUET, where, reason=reason, need=need) from None
 
 
 def _first_line(error: Exception) -> str:
