@@ -148,7 +148,7 @@ def test_missing_template_ends_run_early(tmp_path: Path) -> None:
     )
     ran = vexport("run", path, "--run-dir", tmp_path / "run")
     assert ran.code == 2
-    assert_contains(ran.stderr, "baseline: chat template: got no template")
+    assert_contains(ran.stderr, "baseline: chat template: ", "[prompts/no-template]")
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 
