@@ -6,10 +6,9 @@ numbers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vexport.architectures.versions import facts_of
 from vexport.checkpoint.index import read_index, require_config
@@ -40,9 +39,6 @@ from vexport.records.shared_faults import as_shared, shared_as_warnings
 from vexport.records.values import plural
 from vexport.rules import source
 from vexport.version import PINNED, short_version
-
-if TYPE_CHECKING:
-    from vexport.checks.vllm.translated import TranslatedView
 
 FILES = "files"
 # Check name of findings that report an unexpected exception in a family.
@@ -149,10 +145,8 @@ def check_checkpoint(
             if against is not None:
                 of_source = header_findings(against.root, target, SOURCE_FAMILIES)
                 findings = tuple(shared_as_warnings(findings, root, of_source, against.root))
-    except InputError as problem:
-        findings = error_findings(problem)
-    except OSError as error:
-        findings = error_findings(convert_os_error(error))
+    except (InputError, OSError) as error:
+        findings = error_findings(error)
     return CheckReport(
         checkpoint=name,
         ok=is_ok(findings),
@@ -204,36 +198,20 @@ def all_findings(
 
 def _family_findings(view: CheckpointView, against: SourceComparison | None) -> Iterator[Finding]:
     judged = unsupported_method(view) is None
-    numbers = _TranslatedChecks()
     for name, check in CHECKS.items():
         if name in VALUE_FAMILIES and judged:
-            found = _run_family(name, partial(numbers.findings, check.run), view)
+            found = _run_family(name, partial(_on_translated, check.run), view)
             yield from found if against is None else _blame_source(found, view, against.root)
         elif judged or name in METHOD_INDEPENDENT:
             yield from _run_family(name, check.run, view)
     if judged and against is not None:
-        yield from _run_family(SOURCE, partial(numbers.findings, against.run), view)
+        yield from _run_family(SOURCE, partial(_on_translated, against.run), view)
 
 
-class _TranslatedChecks:
-    """Run the checks of stored numbers.
-
-    They need the tensors of compressed-tensors. A checkpoint of another method is translated to
-    compressed-tensors once for all checks.
-    """
-
-    def __init__(self) -> None:
-        self._translated: TranslatedView | None = None
-
-    def findings(self, run: CheckFunction, view: CheckpointView) -> Iterator[Finding]:
-        """Return the findings of a check, under the names of the stored tensors."""
-        if view.quantization.method is None:
-            return run(view)
-        from vexport.checks.vllm.translated import translate, translated_findings
-
-        if self._translated is None:
-            self._translated = translate(view)
-        return translated_findings(run, self._translated)
+def _on_translated(run: CheckFunction, view: CheckpointView) -> Iterator[Finding]:
+    names = view.translated.stored_names
+    for finding in run(view.translated):
+        yield replace(finding, where=names.get(finding.where, finding.where))
 
 
 def _blame_source(
@@ -259,12 +237,10 @@ def _run_family(family: str, run: CheckFunction, view: CheckpointView) -> Iterat
     """
     try:
         yield from run(view)
-    except InputError as problem:
-        yield from error_findings(problem)
+    except (InputError, OSError) as error:
+        yield from error_findings(error)
     except VexportError:
         raise
-    except OSError as error:
-        yield from error_findings(convert_os_error(error))
     except Exception as error:
         yield internal_error(f"the check {family}", error)
 
@@ -277,8 +253,10 @@ def internal_error(where: str, error: Exception) -> Finding:
     return Finding.of(unexpected_error(error, where), check=INTERNAL, claim=None, severity="error")
 
 
-def error_findings(error: VexportError) -> tuple[Finding, ...]:
+def error_findings(error: VexportError | OSError) -> tuple[Finding, ...]:
     """Convert an error about unreadable files into findings, one for each problem."""
+    if isinstance(error, OSError):
+        error = convert_os_error(error)
     problems = error.problems if isinstance(error, InputErrors) else (error,)
     return tuple(
         Finding.of(problem, check=FILES, claim=None, severity="error") for problem in problems

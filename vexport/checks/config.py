@@ -53,7 +53,12 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         return
     other = unsupported_method(view)
     if other is not None:
-        yield from _unsupported_method_finding(view, other)
+        if other not in view.model.facts.methods:
+            version = short_version(view.model.target_version)
+            methods = COMPRESSED_TENSORS, *METHODS
+            yield Finding.at(
+                rules.UNKNOWN_METHOD, place, value=other, version=version, methods=methods
+            )
         return
     # This is not an error because a CI job may check the source on purpose.
     if view.index.tensors and not quantized and cache_scheme(view) is None:
@@ -100,10 +105,8 @@ def _method_findings(view: CheckpointView, method: "QuantMethod") -> Iterator[Fi
 
 def _unreadable_groups(view: CheckpointView, groups: Mapping[str, Json]) -> Iterator[Finding]:
     for name, raw in groups.items():
-        parsed = (
-            None if targets_attention(raw) else parse_group(name, raw, view.quantization.format)
-        )
-        if isinstance(parsed, str):
+        parsed = parse_group(name, raw, view.quantization.format)
+        if isinstance(parsed, str) and not targets_attention(raw):
             where = f"{view.quantization.place}.config_groups.{name}"
             yield Finding.at(rules.INVALID_GROUP, where, reason=parsed)
 
@@ -122,10 +125,9 @@ def has_quantized_outputs(view: CheckpointView) -> bool:
 
 
 def _is_static_int8(args: QuantArgs | str) -> bool:
-    kind = (
-        None if isinstance(args, str) else (args.type, args.num_bits, args.strategy, args.dynamic)
-    )
-    return kind == ("int", 8, "tensor", False)
+    if isinstance(args, str):
+        return False
+    return (args.type, args.num_bits, args.strategy, args.dynamic) == ("int", 8, "tensor", False)
 
 
 def _groups(view: CheckpointView) -> Iterator[Finding]:
@@ -185,8 +187,9 @@ def _patterns(view: CheckpointView) -> Iterator[Finding]:
         lists[f"config_groups.{group.name}.targets"] = group.targets
     for key, entries in lists.items():
         for entry in entries:
-            problem = expression(entry.removeprefix(REGEX)) if entry.startswith(REGEX) else None
-            if isinstance(problem, str):
+            if entry.startswith(REGEX) and isinstance(
+                problem := expression(entry.removeprefix(REGEX)), str
+            ):
                 where = f"{view.quantization.place}.{key}"
                 yield Finding.at(rules.PATTERN, where, pattern=entry, reason=problem)
 
@@ -195,17 +198,6 @@ def unsupported_method(view: CheckpointView) -> str | None:
     """Return the name of a quantization method that vexport does not check, or None."""
     name = method_name(view.quantization.values) if view.quantization.values is not None else None
     return None if name in METHODS else name
-
-
-def _unsupported_method_finding(view: CheckpointView, method: str) -> Iterator[Finding]:
-    if method not in view.model.facts.methods:
-        yield Finding.at(
-            rules.UNKNOWN_METHOD,
-            view.quantization.place,
-            value=method,
-            version=short_version(view.model.target_version),
-            methods=(COMPRESSED_TENSORS, *METHODS),
-        )
 
 
 def transforms(view: CheckpointView) -> Iterator[Finding]:

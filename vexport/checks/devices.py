@@ -20,7 +20,7 @@ from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.precision import layer_kinds, other_precision
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import PACKED
-from vexport.formats.arguments import SchemeArgs, input_bits, precision
+from vexport.formats.arguments import input_bits, precision
 from vexport.formats.gpus import GENERATIONS
 from vexport.formats.schemes import Scheme
 from vexport.formats.shapes import unsupported_on
@@ -116,7 +116,7 @@ def _shapes(view: CheckpointView) -> Iterator[Finding]:
             key = kind, NUMBER.sub("#", reason)
             found.setdefault(key, (reason, Counter()))[1][ranks] += 1
     for (kind, _), (reason, counts) in found.items():
-        all_ranks, layers = list(counts), _layers(max(counts.values()))
+        all_ranks, layers = list(counts), plural(max(counts.values()), "layer")
         where = f"{kind} ({layers}, tp {_listed(all_ranks)})"
         if 1 in counts:
             yield Finding.at(rules.LAYER, where, tp=all_ranks, reason=reason)
@@ -135,12 +135,7 @@ def _unsupported_layers(view: CheckpointView, ranks: int) -> Iterator[tuple[str,
         places = {view.model.names.place(name) for name in fused.members}
         if group is None and places != {"decoder"}:
             continue
-        args = group and SchemeArgs(
-            weights=group.weights, input_activations=group.input_activations
-        )
-        scheme = (
-            Scheme(name=group.name, args=args, format=group.storage) if group and args else None
-        )
+        scheme = Scheme(name=group.name, args=group.args, format=group.storage) if group else None
         if reason := unsupported_on(fused, members, scheme, view.model.names, ranks):
             yield with_stars(fused.name), reason
 
@@ -159,9 +154,8 @@ def _capabilities(
 ) -> Iterator[Finding]:
     support, capabilities = group.storage.gpu_support(group), view.target.sm
     refuses = partial(refuses_scheme, view.model.facts, group)
-    layers = (
-        f"{with_stars(fused_layers[0].name)} and all of {group.name} ({_layers(len(fused_layers))}"
-    )
+    count = plural(len(fused_layers), "layer")
+    layers = f"{with_stars(fused_layers[0].name)} and all of {group.name} ({count}"
     refusing = [sm for sm in capabilities if refuses(sm)]
     if refusing:
         running = [sm for sm in sorted(GENERATIONS) if not refuses(sm)]
@@ -220,10 +214,6 @@ def _needed(running: Sequence[int]) -> str:
     if last == max(GENERATIONS):
         return f"SM {first} or above"
     return f"SM {first}" if first == last else f"SM {first} to {last}"
-
-
-def _layers(count: int) -> str:
-    return plural(count, "layer")
 
 
 def _listed(numbers: Sequence[int]) -> str:

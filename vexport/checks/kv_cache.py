@@ -48,7 +48,10 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if scheme is None and view.quantization.method is None:
         yield from _undeclared_scheme(view)
         return
-    if scheme is not None and not _is_accepted(scheme):
+    accepted = isinstance(scheme, dict) and all(
+        scheme.get(key) in values for key, values in ACCEPTED.items()
+    )
+    if scheme is not None and not accepted:
         where = f"{view.quantization.place}.kv_cache_scheme"
         yield Finding.at(rules.SCHEME, where, value=scheme, strategies=STRATEGIES)
         return
@@ -63,12 +66,6 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         per_head = isinstance(scheme, dict) and scheme["strategy"] == "attn_head"
         yield from _number_of_scales(view, tensor, per_head=per_head)
         yield from _values(view, module, parameter, tensor)
-
-
-def _is_accepted(scheme: Json) -> bool:
-    return isinstance(scheme, dict) and all(
-        scheme.get(key) in accepted for key, accepted in ACCEPTED.items()
-    )
 
 
 def _read_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
@@ -162,16 +159,12 @@ def cache_scheme(view: CheckpointView) -> Json:
 
 def _all_cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
     names, architecture = view.model.names, view.model.architecture
-    attention = [
-        member.rpartition(".")[0]
-        for fused in view.model.fused_layers
-        for member in fused.members
-        if is_key_projection(member, names) and is_attention(fused, architecture)
-    ]
-    for module in attention:
-        yield from (
-            (module, parameter, _stored_scale(view, module, parameter)) for parameter in SCALES
-        )
+    for fused in view.model.fused_layers:
+        for member in fused.members:
+            if is_key_projection(member, names) and is_attention(fused, architecture):
+                module = member.rpartition(".")[0]
+                for parameter in SCALES:
+                    yield module, parameter, _stored_scale(view, module, parameter)
 
 
 def _stored_scale(view: CheckpointView, module: str, parameter: str) -> TensorInfo | None:

@@ -103,8 +103,7 @@ def _unquantized(view: CheckpointView, module: str, group: ConfigGroup, kind: st
 
 
 def _quantized_embedding(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
-    reason = _embedding_refusal(view, fused)
-    if reason is not None:
+    if (reason := _embedding_refusal(view, fused)) is not None:
         stored = quantized_parameters(view.model.modules[fused.name])
         yield Finding.at(rules.QUANTIZED_EMBEDDING, fused.name, tensors=stored, reason=reason)
 
@@ -145,33 +144,30 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
     vLLM looks up the scheme of the first expert. It refuses an expert layer if its projections have
     different schemes.
     """
-    by_layer: dict[str, dict[str, ConfigGroup | None]] = {}
+    by_layer: dict[str, dict[str, str]] = {}
     for fused in view.model.fused_layers:
-        layer = fused.experts
-        if layer is not None:
-            group = None if view.lookup.ignored(fused) else view.lookup.group_of(fused)
-            by_layer.setdefault(layer, {}).setdefault(fused.name.rpartition(".")[2], group)
+        if fused.experts is not None:
+            projection = fused.name.rpartition(".")[2]
+            by_layer.setdefault(fused.experts, {}).setdefault(projection, _group_name(view, fused))
     expert_names = view.model.architecture.experts
-    if view.quantization.method is None and expert_names is not None and expert_names.up is None:
-        # The experts have no gate, but vLLM also looks up a group for the missing projection.
-        for layer, groups in by_layer.items():
-            absent = FusedLayer(name=f"{layer}.0.{ABSENT_UP}", members=(f"{layer}.0.{ABSENT_UP}",))
-            groups[ABSENT_UP] = (
-                None if view.lookup.ignored(absent) else view.lookup.group_of(absent)
-            )
-    for layer, groups in by_layer.items():
-        names = {
-            projection: group.name if group else "no group" for projection, group in groups.items()
-        }
+    has_gate = expert_names is None or expert_names.up is not None
+    for layer, names in by_layer.items():
+        absent = f"{layer}.0.{ABSENT_UP}"
+        if view.quantization.method is None and not has_gate:
+            # vLLM also looks up a group for the missing projection.
+            names[ABSENT_UP] = _group_name(view, FusedLayer(name=absent, members=(absent,)))
         if len(set(names.values())) > 1:
             found = [f"{projection} in {name}" for projection, name in names.items()]
-            if ABSENT_UP in groups:
-                absent_name = f"{layer}.0.{ABSENT_UP}"
-                yield Finding.at(
-                    rules.EXPERT_GROUPS_WITHOUT_GATE, layer, groups=found, absent=absent_name
-                )
+            if ABSENT_UP in names:
+                rule = rules.EXPERT_GROUPS_WITHOUT_GATE
+                yield Finding.at(rule, layer, groups=found, absent=absent)
             else:
                 yield Finding.at(rules.EXPERT_GROUPS, layer, groups=found)
+
+
+def _group_name(view: CheckpointView, fused: FusedLayer) -> str:
+    group = None if view.lookup.ignored(fused) else view.lookup.group_of(fused)
+    return group.name if group is not None else "no group"
 
 
 def _compare_layer(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:

@@ -156,41 +156,39 @@ def _scale(
     if parameter == "weight_scale" and positive_range(view.reader, tensor):
         return
     values = scale_values(view.reader, tensor)
-    kinds = np.isnan(values), np.isinf(values), values == 0, values < 0
-    counts = (int(np.count_nonzero(kind)) for kind in kinds)
-    wrong = dict(zip(("NaN", "infinite", "zero", "negative"), counts, strict=True))
-    if _may_be_negative(values, parameter, layer.group):
-        wrong["negative"] = 0
-    has_zero_scales = wrong["zero"] and parameter == "weight_scale"
-    if has_zero_scales and _zero_scales_are_valid(view, layer, tensor):
-        wrong["zero"] = 0
-    # ModelOpt stores the second scale of an all-zero weight as zero, and its reciprocal is
-    # infinite.
-    if (
-        wrong["infinite"]
-        and parameter == "weight_global_scale"
-        and _is_inverse_of_zeros(view, layer)
-    ):
-        wrong["infinite"] = 0
-    problems = [plural(count, f"{kind} value") for kind, count in wrong.items() if count]
-    if problems:
+    if problems := _invalid_values(view, layer, parameter, values):
         yield Finding.at(rules.INVALID_SCALE, tensor.name, invalid=problems, count=values.size)
         return
     if parameter == "input_scale" and values.min() < 0:
         yield Finding.at(rules.NEGATIVE_INPUT_SCALE, tensor.name)
-    findings = list(_single_scale_size(tensor, parameter, values))
+    findings: list[Finding] = []
+    if parameter.endswith("global_scale"):
+        findings += _global_scale_size(tensor, parameter, float(values.max()))
+    elif parameter == "input_scale":
+        findings += _input_scale_size(tensor, float(np.abs(values).max()))
     has_no_effect = is_empty if parameter.startswith("weight") else input_is_zero
     if findings and not has_no_effect(view, layer):
         yield from findings
 
 
-def _single_scale_size(
-    tensor: TensorInfo, parameter: str, values: npt.NDArray[np.float64]
-) -> Iterator[Finding]:
-    if parameter.endswith("global_scale"):
-        yield from _global_scale_size(tensor, parameter, float(values.max()))
-    elif parameter == "input_scale":
-        yield from _input_scale_size(tensor, float(np.abs(values).max()))
+def _invalid_values(
+    view: CheckpointView, layer: StoredLayer, parameter: str, values: npt.NDArray[np.float64]
+) -> list[str]:
+    kinds = np.isnan(values), np.isinf(values), values == 0, values < 0
+    counts = (int(np.count_nonzero(kind)) for kind in kinds)
+    wrong = dict(zip(("NaN", "infinite", "zero", "negative"), counts, strict=True))
+    if _may_be_negative(values, parameter, layer.group):
+        wrong["negative"] = 0
+    if wrong["zero"] and parameter == "weight_scale":
+        empty = empty_parts(view, layer, layer.parameters[parameter])
+        if empty is not None and empty[values == 0].all():
+            wrong["zero"] = 0
+    # ModelOpt stores the second scale of an all-zero weight as zero, and its reciprocal is
+    # infinite.
+    is_reciprocal = parameter == "weight_global_scale" and parameter in view.reciprocals
+    if wrong["infinite"] and is_reciprocal and is_empty(view, layer):
+        wrong["infinite"] = 0
+    return [plural(count, f"{kind} value") for kind, count in wrong.items() if count]
 
 
 def _may_be_negative(
@@ -209,15 +207,6 @@ def _may_be_negative(
         and values.size >= MANY_SCALES
         and rarer >= MIN_SIGN_SHARE * values.size
     )
-
-
-def _zero_scales_are_valid(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> bool:
-    empty = empty_parts(view, layer, scale)
-    return empty is not None and bool(empty[scale_values(view.reader, scale) == 0].all())
-
-
-def _is_inverse_of_zeros(view: CheckpointView, layer: StoredLayer) -> bool:
-    return "weight_global_scale" in view.reciprocals and is_empty(view, layer)
 
 
 def _unusual_layers(sizes: Mapping[str, ScaleSizes]) -> Iterator[Finding]:
@@ -265,13 +254,9 @@ def _implausible_scales(
         typical |= sizes
         return
     # Reading all codes takes time: it is only done if a scale looks wrong.
-    for layer in (layer for layer in layers if layer.name in sizes):
-        without_zeros = _scale_sizes(view, group, layer, filled_only=True)
-        if without_zeros is None:
-            del sizes[layer.name]
-        else:
-            sizes[layer.name] = without_zeros
-    yield from _wrong_sizes(group, [*sizes.values()])
+    known = (layer for layer in layers if layer.name in sizes)
+    without_zeros = (_scale_sizes(view, group, layer, filled_only=True) for layer in known)
+    yield from _wrong_sizes(group, [size for size in without_zeros if size is not None])
 
 
 def _scale_sizes(

@@ -8,6 +8,7 @@ from vexport.checkpoint.index import find_quantization, read_index
 from vexport.checkpoint.smoothed import reader_of
 from vexport.checks import SourceComparison
 from vexport.checks.vllm.groups import StoredLayer
+from vexport.checks.vllm.stored_schemes import stored_scheme
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.fidelity.kept import file_findings, tensor_findings
@@ -15,8 +16,6 @@ from vexport.fidelity.own_rounding import is_rounded_by_vexport
 from vexport.fidelity.smoothing import Factors, check_smoothing
 from vexport.fidelity.source import SourceTensors
 from vexport.fidelity.weights import WeightComparison, compare_weight
-from vexport.formats.arguments import SchemeArgs, precision
-from vexport.formats.schemes import named_scheme
 from vexport.numerics.metrics import decibels
 from vexport.records import Finding
 from vexport.rules import source as rules
@@ -157,12 +156,5 @@ def _severity(view: CheckpointView, rule: Rule) -> Rule:
 
 
 def _stored_as(layer: StoredLayer) -> str:
-    """Return the name of the scheme that stores the layer, or its precision, such as W4A16."""
     assert layer.group is not None
-    group = layer.group
-    try:
-        return named_scheme(
-            SchemeArgs(weights=group.weights, input_activations=group.input_activations)
-        ).name
-    except InputError:
-        return precision(group)
+    return stored_scheme(layer.group)

@@ -19,7 +19,7 @@ from vexport.architectures import Architecture
 from vexport.architectures.fusion import FusedLayer, is_head, moe_layer
 from vexport.architectures.stored import QUANTIZED_PARAMETERS
 from vexport.formats import nearest_format, vllm_format
-from vexport.formats.arguments import QuantArgs, parse_args
+from vexport.formats.arguments import QuantArgs, SchemeArgs, parse_args
 from vexport.formats.base import Format, Parameter
 from vexport.records import Json, TensorInfo
 from vexport.records.patterns import REGEX, Patterns, matches
@@ -45,6 +45,11 @@ class ConfigGroup:
     weights: QuantArgs
     input_activations: QuantArgs | None
     format: str
+
+    @property
+    def args(self) -> SchemeArgs:
+        """Quantization of the layers, without the group's name, targets and format."""
+        return SchemeArgs(weights=self.weights, input_activations=self.input_activations)
 
     @cached_property
     def storage(self) -> Format:

@@ -8,7 +8,7 @@ from vexport.checks.vllm.groups import ConfigGroup, parse_group
 from vexport.checks.vllm.quant_methods import method_name
 from vexport.errors import InputError
 from vexport.files import read_json_object
-from vexport.formats.arguments import SchemeArgs, precision
+from vexport.formats.arguments import precision
 from vexport.formats.schemes import Scheme, named_scheme
 
 
@@ -30,26 +30,22 @@ def config_groups_of(checkpoint: Path) -> tuple[ConfigGroup, ...]:
 
 def schemes_of_groups(groups: Sequence[ConfigGroup]) -> Iterator[Scheme]:
     """Yield the schemes of config groups, without the groups that vexport does not write."""
-    for group in groups:
-        if (scheme := _scheme_of(group)) is not None:
-            yield scheme
+    yield from filter(None, map(_scheme_of, groups))
 
 
 def stored_schemes(checkpoint: Path) -> tuple[str, ...]:
-    """Return the names of a checkpoint's schemes, each once.
+    """Return the names of a checkpoint's schemes, each once."""
+    return tuple(dict.fromkeys(map(stored_scheme, config_groups_of(checkpoint))))
 
-    A scheme that vexport does not write is named by its bits, such as W4A16.
-    """
-    names: dict[str, None] = {}
-    for group in config_groups_of(checkpoint):
-        scheme = _scheme_of(group)
-        names[scheme.name if scheme is not None else precision(group)] = None
-    return tuple(names)
+
+def stored_scheme(group: ConfigGroup) -> str:
+    """Return the name of a group's scheme, or its bits, such as W4A16, if it has no name."""
+    scheme = _scheme_of(group)
+    return scheme.name if scheme is not None else precision(group)
 
 
 def _scheme_of(group: ConfigGroup) -> Scheme | None:
-    args = SchemeArgs(weights=group.weights, input_activations=group.input_activations)
     try:
-        return named_scheme(args)
+        return named_scheme(group.args)
     except (InputError, ValueError):
         return None

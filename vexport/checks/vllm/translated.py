@@ -1,6 +1,6 @@
 """Checkpoints of other quantization methods, viewed as compressed-tensors checkpoints."""
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from functools import cached_property
 
@@ -10,8 +10,8 @@ from vexport.checkpoint.reader import Derived, DerivedReader, Reader
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.lookup import GroupLookup, TranslatedGroups
 from vexport.checks.vllm.quant_methods.base import MethodGroup
-from vexport.checks.vllm.view import CheckFunction, CheckpointView, Target
-from vexport.records import Finding, TensorInfo
+from vexport.checks.vllm.view import CheckpointView, Target
+from vexport.records import TensorInfo
 
 
 class TranslatedView(CheckpointView):
@@ -42,12 +42,6 @@ class TranslatedView(CheckpointView):
     def lookup(self) -> GroupLookup:
         """Lookup of the translated config group of a fused layer."""
         return TranslatedGroups(self.model, self.quantization, self._groups)
-
-
-def translated_findings(run: CheckFunction, translated: TranslatedView) -> Iterator[Finding]:
-    """Run a check on the translated view, and yield its findings with the names in the files."""
-    for finding in run(translated):
-        yield replace(finding, where=translated.stored_names.get(finding.where, finding.where))
 
 
 def translate(view: CheckpointView) -> TranslatedView:

@@ -45,6 +45,8 @@ class CheckpointView:
     # Parameters that the files store as reciprocals of compressed-tensors' values. The largest
     # value in the files is the smallest value in this view.
     reciprocals: Set[str] = frozenset()
+    # Names in the files of places with other names in this view.
+    stored_names: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -71,6 +73,15 @@ class CheckpointView:
     def layers(self) -> StoredLayers:
         """Linear layers with their tensors and config groups."""
         return StoredLayers(self.model, self.lookup)
+
+    @cached_property
+    def translated(self) -> "CheckpointView":
+        """View with the tensors of compressed-tensors, which the checks of stored numbers need."""
+        if self.quantization.method is None:
+            return self
+        from vexport.checks.vllm.translated import translate
+
+        return translate(self)
 
     def _is_layer(self, module: str) -> bool:
         return not self.quantization.is_transform(module)

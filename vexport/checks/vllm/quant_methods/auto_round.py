@@ -19,7 +19,6 @@ from vexport.checks.vllm.quant_methods.base import (
 from vexport.checks.vllm.quant_methods.gptq import Gptq
 from vexport.checks.vllm.quant_methods.integers import Awq, integer_group
 from vexport.formats.arguments import Arguments
-from vexport.formats.base import GpuSupport
 from vexport.numerics import MX_GROUP
 from vexport.records import Json
 from vexport.records.patterns import REGEX, matches
@@ -57,9 +56,6 @@ class AsGptq(Gptq):
         if bits in UNCHECKED_BITS:
             return f"{bits} bits, a layout that vexport does not check"
         return None if bits in HUMMING_BITS else super().refusal(args)
-
-    def gpu_support(self, args: Arguments) -> GpuSupport:
-        return GpuSupport(input_bits={75: 16}, stored_bits=16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
