@@ -118,6 +118,7 @@ def test_architectures_equal_vllms() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.slow
 def test_table_of_transformers_is_current(tmp_path: Path) -> None:
     script, table = PACKAGE.parent / "scripts" / "generate_transformers.py", tmp_path / "table.json"
     subprocess.run([sys.executable, script, "--out", table], check=True)
