@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 from vexport.errors import VexportError, problem_text
 from vexport.rules.book import Claim as Claim
@@ -11,6 +11,7 @@ from vexport.rules.book import LoaderFault as LoaderFault
 from vexport.rules.book import Rule
 from vexport.rules.book import Severity as Severity
 
+E = TypeVar("E", bound=VexportError)
 # Separates the cause of vLLM's refusal from vLLM's message, which only JSON and --all show.
 MESSAGE_SEPARATOR = "; vLLM's message: "
 # Entry of `CheckReport.not_judged` if vLLM's loaders could not judge the checkpoint.
@@ -127,6 +128,11 @@ class Finding:
         return (
             replace(self, got=without_details(self.got)) if MESSAGE_SEPARATOR in self.got else self
         )
+
+    def error(self, kind: type[E], where: str, *, others: int = 0) -> E:
+        """Return an error with this finding. Its remedy counts the `others`."""
+        fix = f"{self.fix} ({others:,} more)" if others else self.fix
+        return kind(where, got=self.got, need=self.expected, fix=fix, rule=self.rule)
 
     def __str__(self) -> str:
         problem = problem_text(self.where, got=self.got, need=self.expected, fix=self.fix)
