@@ -10,6 +10,7 @@ from vexport.rules.book import Claim as Claim
 from vexport.rules.book import LoaderFault as LoaderFault
 from vexport.rules.book import Rule
 from vexport.rules.book import Severity as Severity
+from vexport.words import first_and_more
 
 E = TypeVar("E", bound=VexportError)
 # Separates the cause of vLLM's refusal from vLLM's message, which only JSON and --all show.
@@ -164,8 +165,7 @@ def _as_one(alike: Sequence[Finding]) -> Finding:
     first, places = alike[0], tuple(dict.fromkeys(each.where for each in alike))
     if len(places) < 2:
         return first
-    where = f"{first.where} and {len(places) - 1:,} more"
-    return replace(first, where=where, places=places)
+    return replace(first, where=first_and_more(places), places=places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

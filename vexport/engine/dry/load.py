@@ -47,6 +47,7 @@ from vexport.records import (
 )
 from vexport.rules import dry_load as rules
 from vexport.rules.book import Rule
+from vexport.words import first_and_more
 
 CHECK = "dry-load"
 # The cells that must load. all: every cell. any: at least one cell for each tensor parallel size.
@@ -271,11 +272,11 @@ def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
     for fault, tried in cells_of.values():
         alike[fault.kind, fault.expected, fault.got, tuple(tried)].append(fault)
     for (*_, cells), (fault, *others) in alike.items():
-        more = f" and {len(others):,} more" if others else ""
+        places = [each.where for each in (fault, *others)]
         yield Finding.at(
             _FAULTS[fault.kind],
-            _in_cells(f"{fault.where}{more}", cells, results),
-            places=(fault.where, *(each.where for each in others)) if others else (),
+            _in_cells(first_and_more(places), cells, results),
+            places=places if others else (),
             found=fault.got,
             expected=fault.expected,
         )
