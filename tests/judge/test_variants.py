@@ -16,7 +16,6 @@ import yaml
 
 from tests.command import ROOT, Ran, vexport
 from tests.texts import assert_contains
-from vexport.engine.arguments import UNKNOWN
 from vexport.engine.installed import installed_text
 from vexport.engine.messages import EngineFailure, SessionResult
 from vexport.engine.session import EngineFault
@@ -25,6 +24,7 @@ from vexport.inference.answers import ServedSession
 from vexport.inference.prompts import Prompts
 from vexport.inference.response_sources import EngineSource, Questions
 from vexport.outputs.manifest import record
+from vexport.rules.engine import UNKNOWN_ARGUMENT
 from vexport.run.directory import KIND
 from vexport.run.stages.variants import folder_names, require_known_arguments
 from vexport.scenario import Serve, Variants, read_scenario
@@ -346,7 +346,7 @@ class EngineProblems:
     def find(self, serves: list[Serve], python: Path | None) -> list[tuple[VexportError, ...]]:
         return [
             tuple(
-                InputError(name, got=UNKNOWN, need="an argument", fix="use it (meant block_size)")
+                InputError.of(UNKNOWN_ARGUMENT, name, version="0.32", hint=" (meant block_size)")
                 for name in self.names
                 if name in serve.given and python in self.lacking
             )
@@ -362,7 +362,7 @@ def test_unknown_argument_is_an_error_before_any_engine(
     monkeypatch.setattr("vexport.run.stages.variants.find_problems", engine.find)
     ran = compare(fake, tmp_path / "run", settings=("{}", "blok_size=32"))
     assert ran.code == 2
-    assert_contains(ran.errors[0], "setting blok_size=32", "unknown argument", "meant block_size")
+    assert_contains(ran.errors[0], "setting blok_size=32", "meant block_size", UNKNOWN_ARGUMENT.id)
     assert fake.requested == []
 
 

@@ -21,12 +21,12 @@ from vexport.errors import EnvironmentFault, InputError, VexportError, nearest_h
 from vexport.errors.validation import validation_problems
 from vexport.files import read_json_object
 from vexport.records import silent
-from vexport.rules import model
+from vexport.rules import engine as rules
+from vexport.rules import environment, model
 from vexport.scenario.serve import Serve
 
 # Arguments that every vLLM version has and `Serve` has already checked.
 _ALREADY_CHECKED = {"max_model_len", "enforce_eager"}
-UNKNOWN = "an unknown argument"
 """The `got` of an error for an argument that this vLLM does not have."""
 
 
@@ -100,12 +100,9 @@ def require_heads(checkpoint: Path, ranks: int) -> None:
     keys = 0 if text.get("kv_lora_rank") else known_size("num_key_value_heads", text)
     heads = Heads(queries=known_size("num_attention_heads", text), keys=keys)
     if (got := heads.uneven(ranks)) is not None:
-        raise InputError(
-            f"{checkpoint} (tensor_parallel_size {ranks})",
-            got=got,
-            need=f"attention heads that can be divided over {ranks} ranks",
-            fix=f"use --tp {heads.possible_ranks}",
-        )
+        where = f"{checkpoint} (tensor_parallel_size {ranks})"
+        possible = heads.possible_ranks
+        raise InputError.of(rules.HEADS, where, heads=got, ranks=ranks, possible=possible)
 
 
 def main(arguments: list[str]) -> int:
@@ -132,11 +129,10 @@ def problems_of(request: ArgumentSet) -> Iterator[VexportError]:
     for name, value in request.arguments.items():
         where = f"vLLM's argument {name}"
         if name not in known:
-            need = f"an engine argument of vLLM {version}"
-            fix = f"remove the argument{nearest_hint(name, [*known])}"
-            yield InputError(where, got=UNKNOWN, need=need, fix=fix)
+            hint = nearest_hint(name, [*known])
+            yield InputError.of(rules.UNKNOWN_ARGUMENT, where, version=version, hint=hint)
         elif value is not None and (need := type_problem(known[name], value)):
-            yield InputError(where, got=json.dumps(value), need=need, fix="correct the value")
+            yield InputError.of(rules.ARGUMENT, where, value=json.dumps(value), need=need)
     yield from _devices(request)
 
 
@@ -146,12 +142,9 @@ def _prefix_caching(request: ArgumentSet, version: str) -> Iterator[InputError]:
     if not request.arguments.get("enable_prefix_caching"):
         return
     if not getattr(SamplingParams(prompt_logprobs=1), "skip_reading_prefix_cache", False):
-        yield InputError(
-            "vLLM's argument enable_prefix_caching",
-            got="true",
-            need=f"false: vLLM {version} returns no log-probabilities of cached prompts",
-            fix="remove it, or use a newer vLLM",
-        )
+        where = "vLLM's argument enable_prefix_caching"
+        need = f"false: vLLM {version} returns no log-probabilities of cached prompts"
+        yield InputError.of(rules.ARGUMENT, where, value="true", need=need)
 
 
 def _devices(request: ArgumentSet) -> Iterator[VexportError]:
@@ -159,21 +152,21 @@ def _devices(request: ArgumentSet) -> Iterator[VexportError]:
 
     if request.arguments.get("distributed_executor_backend") == "ray":
         if importlib.util.find_spec("ray") is None:
-            where = "vLLM's argument distributed_executor_backend"
-            fix = "install ray in vLLM's environment, or use mp"
-            yield EnvironmentFault(where, got="no module ray", need="the package ray", fix=fix)
+            yield EnvironmentFault.of(
+                environment.MODULE,
+                "vLLM's argument distributed_executor_backend",
+                module="ray",
+                requirement="ray",
+                interpreter=sys.executable,
+            )
     elif (
         current_platform.device_type != CPU
         and (devices := int(current_platform.device_count())) < request.devices
     ):
         sizes = ("tensor_parallel_size", "pipeline_parallel_size")
         named = [f"{name} {request.arguments[name]}" for name in sizes if name in request.arguments]
-        yield EnvironmentFault(
-            f"vLLM's argument {' and '.join(named)}" if named else "vLLM's engine",
-            got=f"{devices} GPU{'s' * (devices != 1)}",
-            need=f"{request.devices} GPUs",
-            fix="use a machine with more GPUs, a smaller --tp, or Ray over several hosts",
-        )
+        where = f"vLLM's argument {' and '.join(named)}" if named else "vLLM's engine"
+        yield EnvironmentFault.of(rules.DEVICES, where, count=devices, least=request.devices)
 
 
 def type_problem(kind: object, value: JsonValue) -> str:

@@ -141,9 +141,10 @@ def _joined(
     require: Require,
     vllm_is_there: bool,
 ) -> CheckReport:
+    if isinstance(outcome, InputError):
+        return _not_loaded(report, outcome.got)
     if isinstance(outcome, VexportError):
-        is_known = vllm_is_there or isinstance(outcome, InputError)
-        return _not_loaded(report, outcome.got if is_known else NO_VLLM)
+        return _not_loaded(report, outcome.got if vllm_is_there else NO_VLLM)
     return with_load(report, outcome, require)
 
 
@@ -307,6 +308,7 @@ class LoadVerifier:
             fix=f"keep these layers unquantized: {self.command_that_keeps(keep)}"
             if keep
             else "complete the files of SOURCE, or report this as a bug of vexport",
+            rule=first.rule,
         )
 
 

@@ -44,6 +44,7 @@ from vexport.formats.input_rounding import InputRounding
 from vexport.numerics.metrics import kl_divergence
 from vexport.outputs.manifest import record
 from vexport.records import Canary, OnProgress, silent
+from vexport.rules import engine as rules
 
 Tensors = dict[str, torch.Tensor]
 REFERENCE_FILE = "reference.safetensors"
@@ -53,7 +54,6 @@ _MATRIX, _NOISE = "logprobs", "noise"
 # NOISE_FACTOR is the largest allowed ratio of vLLM's difference to the effect of this noise.
 BFLOAT16_ROUNDING = 2**-9
 NOISE_FACTOR = 3.0
-FIX_NO_REFERENCE = "measure the accuracy with `vexport eval` instead of comparing with transformers"
 KV_SCALES = (f".{K_SCALE}", f".{V_SCALE}")
 
 
@@ -217,10 +217,8 @@ def load_dequantized(checkpoint: Path) -> Module:
     )
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):  # transformers would initialize them randomly
-        need = "tensors under names that transformers loads"
-        raise InputError(
-            f"{checkpoint}: {missing[0]}", got="no weight", need=need, fix=FIX_NO_REFERENCE
-        )
+        where = f"{checkpoint}: {missing[0]}"
+        raise InputError.of(rules.REFERENCE, where, found="no weight under this name")
     for transform in transforms:  # before any other hook on inputs
         transform.attach(model)
     for name, scales in inputs.items():
@@ -259,9 +257,8 @@ def schemes_of_layers(
         return {}
     method = stored.values.get("quant_method")
     if method != "compressed-tensors":
-        got = f"quant_method {method!r}"
-        need = "compressed-tensors, the only method with a reference"
-        raise InputError(stored.place, got=got, need=need, fix=FIX_NO_REFERENCE)
+        found = f"quant_method {method!r}"
+        raise InputError.of(rules.REFERENCE, stored.place, found=found)
     with ignore_group_warning():
         config = QuantizationConfig.model_validate(stored.values)
     groups, ignore, schemes = config.config_groups.values(), config.ignore or (), {}
@@ -348,8 +345,8 @@ def _take_transforms(
     for name, scheme in TransformConfig.model_validate(raw).config_groups.items():
         for args in filter(TransformArgs.is_online, scheme.apply):
             if args.location not in (INPUT, OUTPUT):
-                got, need = f"a transform of {args.location}", "transforms of linear layers only"
-                raise InputError(stored.place, got=got, need=need, fix=FIX_NO_REFERENCE)
+                found = f"a transform of {args.location}"
+                raise InputError.of(rules.REFERENCE, stored.place, found=found)
             keys = [key for key in tensors if key.endswith(f".{name}_{args.location}.weight")]
             matrices = {len(matrix): matrix for matrix in map(tensors.pop, keys)}
             transforms.append(

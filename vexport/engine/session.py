@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from vexport.engine.cpu_emulation import SWITCH
-from vexport.engine.messages import EngineFailure, FailureKind, InputProblem
+from vexport.engine.messages import EngineFailure, InputProblem
 from vexport.engine.process import Follow, failure_from_exit, log_tail, started_process_group
 from vexport.errors import (
     CheckpointFailed,
@@ -28,7 +28,7 @@ from vexport.errors import (
 from vexport.errors.extras import require_extra
 from vexport.files import from_json, to_json, write_text
 from vexport.records import OnProgress
-from vexport.rules.environment import UNINSTALL
+from vexport.rules import all_rules
 from vexport.version import __version__
 
 T = TypeVar("T")
@@ -63,42 +63,6 @@ _LONGEST_TEMPORARY = 40
 # Time limit for checking whether an interpreter has vLLM.
 _PROBE_SECONDS = 60.0
 _PLUGIN = "[vllm.general_plugins]\nvexport_cpu_emulation = vexport.engine.cpu_emulation:register\n"
-# Event and remedy for each kind of failure.
-_EVENTS: Mapping[FailureKind, tuple[str, str]] = {
-    "refused": ("vLLM refuses to load the checkpoint", "export the checkpoint again"),
-    "unsupported": (
-        "vLLM cannot run the checkpoint on this CPU",
-        "load it on a GPU, or check it with `vexport load --dry`",
-    ),
-    "no compiler": (
-        "vLLM found no C++ compiler",
-        "install a C++ compiler (g++), or load it with --mode eager",
-    ),
-    "crashed": (
-        "the engine stopped unexpectedly",
-        "read the log, and report it to vLLM if the checkpoint is sound",
-    ),
-    "out of memory": (
-        "the engine ran out of memory",
-        "free memory, use more devices (--tp), or lower max_model_len, max_num_seqs, "
-        "gpu_memory_utilization or, on a CPU, VLLM_CPU_KVCACHE_SPACE",
-    ),
-    "no space": (
-        "the disk is full",
-        "free disk space in the results folder, in TMPDIR (default /tmp) and in /dev/shm",
-    ),
-    "timed out": ("the engine took too long", "increase the time limit, or reduce the work"),
-    "mismatched build": ("a package was built for another version of torch", UNINSTALL),
-    "no package": (
-        "a package that vLLM imports is missing or broken",
-        "install the package again in vLLM's environment (python -m pip install NAME)",
-    ),
-    "missing": (
-        "vLLM cannot be started",
-        "install vLLM for this interpreter (python -m pip install vllm), or choose another "
-        "--vllm-python",
-    ),
-}
 
 
 class EngineFault(EnvironmentFault):
@@ -109,9 +73,10 @@ class EngineFault(EnvironmentFault):
 
     def __init__(self, where: str, failure: EngineFailure, log: Path | None = None) -> None:
         self.failure, self.log = failure, log
-        event, fix = _EVENTS[failure.kind]
-        place = f" (log: {log})" if log else ""
-        super().__init__(where, got=f"{event}: {failure.message}", need="", fix=fix + place)
+        rule = all_rules()[f"engine/{failure.kind.replace(' ', '-')}"]
+        texts = rule.sentences({"message": failure.message})
+        fix = f"{texts.do} (log: {log})" if log else texts.do
+        super().__init__(where, got=texts.got, need="", fix=fix, rule=rule.id)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from vexport.errors import InputError, VexportError
 from vexport.errors.validation import requirement
 from vexport.files import from_json, to_json, write_text
 from vexport.records import OnProgress
+from vexport.rules import engine as rules
 from vexport.scenario.serve import EngineArguments
 
 if TYPE_CHECKING:
@@ -235,8 +236,9 @@ def _refused_argument(error: Exception, given: EngineArguments) -> InputError | 
         name = str(detail["loc"][0]) if detail["loc"] else ""
         if name in given:
             need = requirement(detail)
-            got, fix = json.dumps(given[name]), "correct the value"
-            refusal = InputError(f"vLLM's argument {name}", got=got, need=need, fix=fix)
+            value = json.dumps(given[name])
+            where = f"vLLM's argument {name}"
+            refusal = InputError.of(rules.ARGUMENT, where, value=value, need=need)
             refusal.__cause__ = error
             return refusal
     return None

@@ -12,6 +12,7 @@ from vexport.engine.process import explain
 from vexport.engine.session import EAGER, EngineFault, Worker, session_error
 from vexport.errors import InputError
 from vexport.records import OnProgress
+from vexport.rules import engine as rules
 
 LOG = logging.getLogger(__name__)
 WORKER = "vexport.inference.engine_worker"
@@ -79,12 +80,8 @@ def _accept(result: SessionResult, request: SessionRequest, where: str, log: Pat
         raise EngineFault(where, failure, log)
     quantizing = [f"--engine-arg {name}" for name in _QUANTIZING if name in request.arguments]
     if quantizing and _REQUANTIZES.search(failure.message):
-        raise InputError(
-            ", ".join(quantizing),
-            got=f"layers that are already quantized: {failure.message}",
-            need="layers that this version of vLLM can quantize again",
-            fix="remove the argument, or limit its targets to unquantized layers",
-        )
+        where = ", ".join(quantizing)
+        raise InputError.of(rules.QUANTIZED_LAYERS, where, reason=failure.message)
     given = [
         f"{name} {json.dumps(value)}"
         for name, value in request.arguments.items()

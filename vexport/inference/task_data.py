@@ -44,6 +44,7 @@ from vexport.inference.tasks import (
 from vexport.names import HubName
 from vexport.records import PROGRESS_DETAIL, OnProgress
 from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
+from vexport.rules import environment
 from vexport.rules import tasks as rules
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ def missing_requirement(error: Exception, task: str) -> EnvironmentFault | None:
 
 def _missing_module(where: str, module: str, requirement: str) -> EnvironmentFault:
     return EnvironmentFault.of(
-        rules.MODULE,
+        environment.MODULE,
         where,
         module=module,
         requirement=requirement,

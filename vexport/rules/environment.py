@@ -21,6 +21,18 @@ MISMATCHED_PACKAGE = Rule(
     got="built for another version of torch ({message})",
     do=UNINSTALL,
 )
+MODULE = Rule(
+    "environment/module",
+    got="the Python module {module} is not installed",
+    do="run `pip install {requirement}` for {interpreter}",
+)
+NOISE = Rule(
+    "environment/noise",
+    got="{found} when the same model ran again",
+    need="at most {most}",
+    do="use greedy decoding (or --seeds for sampled responses), a single kind of GPU, "
+    "VLLM_BATCH_INVARIANT=1, or fewer sequences at once (--max-num-seqs)",
+)
 LOST_RANK = Rule(
     "environment/lost-rank",
     got="a rank was lost: {message}",

@@ -6,7 +6,7 @@ NO_SUCH_TASK = Rule(
     "tasks/no-such-task",
     got="an unknown name",
     need="a task of lm-eval or a YAML file",
-    do="{remedy}",
+    do="{remedy}, or give its YAML file with --task, or its folder with --include-path",
 )
 TWICE = Rule(
     "tasks/twice",
@@ -26,7 +26,6 @@ TOO_LARGE = Rule(
 NO_FILE = Rule(
     "tasks/no-file",
     got="no file {file}",
-    need="the task's documents",
     do="put it next to the YAML file, or correct dataset_kwargs.data_files",
 )
 SEVERAL_FILES = Rule(
@@ -63,11 +62,6 @@ NO_METRIC = Rule(
     do="correct the name, or load it once on a machine with access to the hub (`python -c "
     "\"import evaluate; evaluate.load('{metric}')\"`), and copy the folder `modules` of HF_HOME "
     "from there",
-)
-MODULE = Rule(
-    "tasks/module",
-    got="the Python module {module} is not installed",
-    do="run `pip install {requirement}` for {interpreter}",
 )
 LOAD = Rule(
     "tasks/load", got="{reason}", need="a task that lm-eval can load", do="correct the task"

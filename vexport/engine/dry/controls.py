@@ -47,6 +47,22 @@ def control_kind(result: CellResult, *, has_source: bool) -> ControlKind | None:
     return "same config" if result.built else "config alone"
 
 
+def control_of(
+    result: CellResult,
+    kind: ControlKind,
+    *,
+    is_same: bool,
+    loads_elsewhere: bool,
+) -> Control:
+    """Convert the result of an unquantized model to a `Control`."""
+    return Control(
+        kind=kind,
+        is_same=is_same,
+        faults=result.faults,
+        loads_elsewhere=loads_elsewhere,
+    )
+
+
 def same_refusal(
     result: CellResult, unquantized: CellResult, stored: Container[str] = frozenset()
 ) -> bool:
@@ -81,7 +97,8 @@ def without_shared_errors(result: CellResult, reason: str, *, requested: bool) -
             return replace(result, reason=reason)
         model = _MODELS[control.kind]
         return replace(result, outcome="unknown", reason=f"{_ALSO_REFUSES}{model}: {reason}")
-    faults = tuple(fault for fault in result.faults if not _is_shared(fault, control))
+    shared = {_key(fault) for fault in control.faults}
+    faults = tuple(fault for fault in result.faults if not _is_shared(fault, shared))
     return replace(result, reason=reason, faults=faults)
 
 
@@ -90,8 +107,8 @@ def is_shared_refusal(reason: str) -> bool:
     return reason.startswith(_ALSO_REFUSES)
 
 
-def _is_shared(fault: Miscopy, control: Control) -> bool:
-    return fault.kind in _ERRORS and any(_key(fault) == _key(each) for each in control.faults)
+def _is_shared(fault: Miscopy, shared: set[tuple[str, str]]) -> bool:
+    return fault.kind in _ERRORS and _key(fault) in shared
 
 
 def _key(fault: Miscopy) -> tuple[str, str]:
@@ -107,8 +124,10 @@ def not_judged(results: Sequence[CellResult]) -> tuple[NotJudged, ...]:
     found: dict[str, NotJudged] = {}
     for result in results:
         control = result.control
+        shared = {_key(fault) for fault in control.faults} if control is not None else set()
         for fault in result.faults:
-            if control is not None and _is_shared(fault, control):
+            if _is_shared(fault, shared):
+                assert control is not None
                 why = (
                     f"vLLM has the same problem with {_MODELS[control.kind]}: got {fault.got}, "
                     f"need {fault.expected}"

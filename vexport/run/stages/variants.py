@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from vexport.engine.arguments import UNKNOWN, find_problems, require_heads
+from vexport.engine.arguments import find_problems, require_heads
 from vexport.engine.installed import installed_text
 from vexport.engine.session import EngineFault
 from vexport.errors import (
@@ -32,6 +32,7 @@ from vexport.inference.options import BASELINE, CANDIDATE
 from vexport.outputs.manifest import is_recorded, record
 from vexport.records import ComparedVariant, VariantOutcome
 from vexport.records.values import PROGRESS_DETAIL
+from vexport.rules.engine import UNKNOWN_ARGUMENT
 from vexport.run.comparison import reported_kl, worst_task
 from vexport.run.directory import Digests
 from vexport.run.run import Run
@@ -278,13 +279,18 @@ def _require_known(variants: Sequence[Variant], problems: Problems) -> None:
     errors: list[InputError] = []
     for setting, numbers in by_setting.items():
         unknown = [
-            {error.where: error for error in problems.get(number, ()) if error.got == UNKNOWN}
+            {
+                error.where: error
+                for error in problems.get(number, ())
+                if error.rule == UNKNOWN_ARGUMENT.id
+            }
             for number in numbers
         ]
         for where, error in unknown[0].items():
             if all(where in each for each in unknown):
                 place = f"setting {setting}: {where}"
-                errors.append(InputError(place, got=error.got, need=error.need, fix=error.fix))
+                got, need, fix = error.got, error.need, error.fix
+                errors.append(InputError(place, got=got, need=need, fix=fix, rule=error.rule))
     raise_all(errors)
 
 
