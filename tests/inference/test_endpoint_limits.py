@@ -245,8 +245,8 @@ def with_status(
 @pytest.mark.parametrize(
     ("status", "rule"),
     [
-        (301, rules.REDIRECT),
-        (307, rules.REDIRECT),
+        (301, rules.REFUSED),
+        (307, rules.REFUSED),
         (400, rules.REFUSED),
         (401, rules.KEY),
         (404, rules.NO_COMPLETIONS),
@@ -266,9 +266,9 @@ def test_permanent_failure_is_given_up(status: int) -> None:
     with replying(with_status(status)) as url:
         server = connect(url, retry=300, on_retry=lines.append)
         began = time.monotonic()
-        with breaks(rules.SAME_FAILURE, GENERATE, f"HTTP {status}: <html>"):
+        with breaks(rules.NO_RESPONSE, GENERATE, f"HTTP {status}: <html>"):
             server.generate([3], PARAMETERS)
-        with breaks(rules.SAME_FAILURE, SCORE, f"HTTP {status}"):
+        with breaks(rules.NO_RESPONSE, SCORE, f"HTTP {status}"):
             server.score([3, 4], 1)
     assert time.monotonic() - began < 10
     assert len(lines) == 1

@@ -63,13 +63,18 @@ def test_trust_documents_and_metrics_are_required(offline: Path, llama: Path) ->
 
 
 def test_thinking_needs_generated_text(offline: Path, llama: Path) -> None:
-    """Tasks and groups of lm-eval's registry are refused before their documents are loaded."""
+    """Tasks and groups are refused before their documents are loaded."""
+    write_task(offline, "own", "own.jsonl", output_type="multiple_choice")
+    (offline / "own.jsonl").write_text('{"text": "a", "answer": " b"}\n')
+    own = offline / "own.yaml"
     thinking = ("--enable-thinking", "--think-end-token", "</think>")
-    ran = vexport("eval", llama, "--baseline", llama, "--tasks", "piqa,mmlu,arc_easy", *thinking)
+    ran = vexport(
+        "eval", llama, "--baseline", llama, "--tasks", f"piqa,mmlu,arc_easy,{own}", *thinking
+    )
     assert ran.code == 2
-    for task in ("piqa", "mmlu_", "arc_easy"):
+    for task in ("piqa", "mmlu_", "arc_easy", "own"):
         assert f"task {task}" in ran.stderr
-    assert len([line for line in ran.errors if line.endswith("[tasks/thinking]")]) == 3
+    assert len([line for line in ran.errors if line.endswith("[tasks/thinking]")]) == 4
     assert all("multiple_choice" in line for line in ran.errors)
     assert "dataset" not in ran.stderr
 

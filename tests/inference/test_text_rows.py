@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.texts import breaks
 from vexport.inference.response_sources import arguments_for_text
 from vexport.inference.text_rows import read_rows, truncated_rows
+from vexport.rules import prompts as rules
 from vexport.scenario import Evaluate
 from vexport.scenario.serve import EngineArguments
 
@@ -47,6 +49,19 @@ def test_rows_have_the_requested_length_or_a_note(
     for note, message in zip(notes, caplog.messages, strict=True):
         assert note in message
     assert {len(row) for row in truncated_rows(found)} == {64}
+
+
+def test_rows_need_two_tokens() -> None:
+    settings = Evaluate(text=str(DEMO / "calibration.jsonl"))
+    with breaks(rules.SHORT_CONTEXT, "2"):
+        read_rows(
+            settings,
+            DEMO / "model",
+            longest=2,
+            vocabulary=384,
+            trust_tokenizer=False,
+            shows_notes=True,
+        )
 
 
 @pytest.mark.parametrize(

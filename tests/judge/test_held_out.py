@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from safetensors.torch import load_file, save_file
 
 from tests.judge.text_sessions import random_text, session
-from vexport.errors import CheckpointFailed, Inconclusive
+from tests.texts import breaks
 from vexport.inference.answers import ServedSession
 from vexport.judge.held_out import (
     acceptance_loss,
@@ -21,6 +21,7 @@ from vexport.judge.held_out import (
 )
 from vexport.records import DraftCounts
 from vexport.reports import render_verdicts
+from vexport.rules import verdict as rules
 from vexport.scenario import Evaluate
 
 SETTINGS = Evaluate(text="held-out.txt", kl_limit=0.1, nll_limit=0.05, alpha=0.05)
@@ -82,12 +83,12 @@ def test_different_tokens_and_non_finite_scores_fail(
 ) -> None:
     old, new = models(tmp_path, 9, 0.1)
     moved = replace(new, rows=(*new.rows[:4], new.rows[0], *new.rows[5:]))
-    with pytest.raises(CheckpointFailed, match="row 5 of the text"):
+    with breaks(rules.TEXT_TOKENS, "row 5"):
         decide_on_text("held-out.txt", old, moved, SETTINGS)
     tables = load_file(new.logprobs_file)
     tables["prompt.3"][2, 1] = float("nan")
     save_file(tables, new.logprobs_file)
-    with pytest.raises(CheckpointFailed, match="not finite"):
+    with breaks(rules.TEXT_NUMBERS):
         decide_on_text("held-out.txt", old, new, SETTINGS)
 
 
@@ -144,5 +145,5 @@ def test_drafts_decide_with_the_text(tmp_path: Path, rate: float, outcome: str) 
     assert [limit.outcome for limit in verdict.text.limits] == ["PASS", "PASS", outcome]
     for form in ("text", "markdown", "html", "junit"):
         assert "fall of the acceptance length" in render_verdicts([verdict], form)
-    with pytest.raises(Inconclusive, match="no draft in 32 prompts"):
+    with breaks(rules.NO_DRAFTS, "32 prompts"):
         decide_on_text("t", old, drafting(new, drafts([0] * 32, [0] * 32)), DRAFTING)

@@ -10,12 +10,13 @@ import yaml
 from tests.command import ROOT, vexport
 from tests.scores.corpus_tasks import make_corpus_tasks
 from tests.scores.make import make_group
+from tests.texts import assert_contains, breaks
 from vexport.engine.messages import SessionRequest
-from vexport.errors import InputError
 from vexport.inference.response_sources import EngineSource
 from vexport.inference.task_data import load_tasks, loaded_metrics, task_manager, tasks_as_data
 from vexport.inference.tasks import DEFAULT_METRICS, TaskMetrics, read_tasks
 from vexport.judge.task_settings import require_valid_settings
+from vexport.rules import margin as rules
 from vexport.scenario import Evaluate
 
 MODEL = ROOT / "scenarios" / "demo" / "model"
@@ -37,27 +38,27 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "parts"),
     [
-        (("--margin", "0.02"), "--margin pages=1%"),
-        (("--margin", "labels=0.02"), "margin of task labels: got 0.02 for f1"),
-        (("--margin", "labels=0.02", "--gate", "labels=mcc"), "got 0.02 for mcc"),
-        (("--margin", "last_word=0.02"), "got 0.02 for perplexity"),
-        (("--margin", "page=1%"), "margin: got no task page"),
-        (("--gate", "page=bleu"), "gate: got no task page"),
-        (("--gate", "pages=bleu"), "gate of task pages: got bleu, which the task does not have"),
-        (("--gate", "exact_match"), "gate: got exact_match"),
+        (("--margin", "0.02"), ["pages", "--margin pages=1%", "[margin/kind]"]),
+        (("--margin", "labels=0.02"), ["task labels", "0.02 for f1", "[margin/kind]"]),
+        (("--margin", "labels=0.02", "--gate", "labels=mcc"), ["0.02 for mcc", "[margin/kind]"]),
+        (("--margin", "last_word=0.02"), ["0.02 for perplexity", "[margin/kind]"]),
+        (("--margin", "page=1%"), ["margin: got page", "[margin/no-task]"]),
+        (("--gate", "page=bleu"), ["gate: got page", "[margin/no-task]"]),
+        (("--gate", "pages=bleu"), ["gate of task pages: got bleu", "[margin/no-metric]"]),
+        (("--gate", "exact_match"), ["gate: got exact_match", "[margin/no-metric]"]),
     ],
 )
 def test_eval_refuses_early(
-    options: Sequence[str], message: str, corpus: list[str], tmp_path: Path
+    options: Sequence[str], parts: Sequence[str], corpus: list[str], tmp_path: Path
 ) -> None:
     tasks = [word for task in corpus for word in ("--task", task)]
     ran = vexport(
         "eval", MODEL, "--baseline", MODEL, *tasks, *options, "--output-dir", tmp_path / "run"
     )
     assert ran.code == 2
-    assert message in ran.stderr
+    assert_contains(ran.stderr, *parts)
     assert not (tmp_path / "run").exists()
 
 
@@ -122,14 +123,14 @@ def test_accepted_baseline_refuses_early(tmp_path: Path) -> None:
     }
     file.write_text(json.dumps(content))
     call = ("eval", MODEL, "--against", file, "--output-dir", tmp_path / "run", "--margin")
-    for margin, message in (
-        ("0.02", "--margin addition=1%"),
-        ("facts=2%", "margin of task facts: got 2% for exact_match"),
-        ("fact=0.02", "no task fact"),
+    for margin, parts in (
+        ("0.02", ["--margin addition=1%", "[margin/kind]"]),
+        ("facts=2%", ["margin of task facts", "2% for exact_match", "[margin/kind]"]),
+        ("fact=0.02", ["margin: got fact", "[margin/no-task]"]),
     ):
         ran = vexport(*call, margin)
         assert ran.code == 2
-        assert message in ran.stderr
+        assert_contains(ran.stderr, *parts)
     assert not (tmp_path / "run").exists()
 
 
@@ -169,7 +170,7 @@ def test_possible_settings_are_not_refused(
     ],
 )
 def test_certain_mistakes_are_refused(margin: float | str, task: TaskMetrics) -> None:
-    with pytest.raises(InputError, match="margin of task t"):
+    with breaks(rules.KIND, "margin of task t"):
         require_valid_settings(Evaluate(tasks=("t",), margin=margin), [task])
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.observers.named import load_observer
 from tests.texts import assert_raises
 from vexport.formats.arguments import QuantArgs
 from vexport.observers import (
@@ -21,6 +20,7 @@ from vexport.observers import (
     Observer,
     fit_global_scale,
     lerp,
+    load_observer,
 )
 
 TENSOR = QuantArgs(num_bits=8, type="int", strategy="tensor")
@@ -120,21 +120,20 @@ class HalvedAlong(Observer):
 class HalvedQParams(Observer):
     """Observer that overrides the older `get_qparams`."""
 
-    def get_qparams(
+    def get_qparams(  # type: ignore[override]
         self,
         observed: torch.Tensor | None = None,
         g_idx: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
     ) -> Pair:
         assert observed is not None
-        pair: Pair = super().get_qparams(observed / 2, g_idx, global_scale)
-        return pair
+        return super().get_qparams(observed / 2, g_idx, global_scale)
 
 
 class HalvedForward(Observer):
     """Observer that overrides the call, with the older signature."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         observed: torch.Tensor,
         g_idx: torch.Tensor | None = None,
@@ -143,8 +142,7 @@ class HalvedForward(Observer):
     ) -> Pair | torch.Tensor:
         if should_calculate_gparam:
             return self.get_gparam(observed / 2)
-        pair: Pair = self.get_qparams(observed / 2, g_idx, global_scale)
-        return pair
+        return self.get_qparams(observed / 2, g_idx, global_scale)
 
 
 class HalvedStatistics(Observer):

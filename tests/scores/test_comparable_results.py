@@ -4,13 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.scores.make import make_tasks
 from tests.texts import assert_raises
 from vexport.errors import InputError
-from vexport.inference.options import EngineOptions
-from vexport.inference.requested_tasks import prepare_tasks
-from vexport.records import silent
-from vexport.scenario import Evaluate, Serve
 from vexport.scores.comparable_results import require_comparable_results
 from vexport.scores.table import Row, ScoreTable, TaskTable
 
@@ -59,17 +54,3 @@ def test_mismatched_tasks_are_refused(
 ) -> None:
     with assert_raises(InputError, *parts):
         require_comparable_results(GIVEN, names, exact, limit)
-
-
-def test_thinking_needs_generative_tasks(tmp_path: Path) -> None:
-    sums, choices, _ = make_tasks(tmp_path, 3)
-    options = EngineOptions(
-        serve=Serve(), vllm_python=None, trust_remote_code=False, on_progress=silent
-    )
-    prepare_tasks(
-        Evaluate(tasks=(sums, "gsm8k"), enable_thinking=True, think_end_token="</t>"), options
-    )
-    with assert_raises(InputError, "task choices", "enable_thinking", "multiple_choice"):
-        prepare_tasks(
-            Evaluate(tasks=(sums, choices), enable_thinking=True, think_end_token="</t>"), options
-        )

@@ -182,7 +182,7 @@ def test_missing_and_doubled_ids(tmp_path: Path, rows: list[dict[str, Any]]) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"score": None}, "document 4 without a score"),
+        ({"score": None}, "score of document 4"),
         ({"score": "right"}, "score 'right', need a number"),
         ({"score": float("nan")}, "score nan"),
         ({"id": None}, "id None"),
@@ -222,7 +222,9 @@ def test_other_metrics_and_harnesses(tmp_path: Path) -> None:
     shutil.copytree(reviews, other)
     (file,) = other.rglob("*.jsonl")
     file.write_text(file.read_text().replace('"acc"', '"rouge"'))
-    assert re.search(r"\brouge\b.* baseline's .*\bacc\b", refused(reviews, other))
+    assert re.search(
+        r"\brouge\b.* baseline .*\bacc\b.* \[pairs/no-score\]", refused(reviews, other)
+    )
     lines = write_json_lines(tmp_path / "lines", scores_of("base"))
     message = refused(reviews, lines)
     assert "JSON lines" in message

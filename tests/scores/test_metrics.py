@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from tests.scores.make import edit_results, run_lm_eval, samples_file
-from tests.texts import assert_raises
+from tests.texts import assert_raises, breaks
 from vexport.errors import InputError
 from vexport.judge.verdict import decide
 from vexport.records import Verdict
 from vexport.records.margin import MarginSetting
 from vexport.reports import render_verdicts
+from vexport.rules import margin as margin_rules
 from vexport.scores.metrics import AGGREGATIONS, LOG_LIKELIHOODS, MEANS
 
 LAST_WORD = """
@@ -96,11 +97,11 @@ def test_perplexity_decides(runs: tuple[Path, Path]) -> None:
 
 def test_no_points_for_perplexity(runs: tuple[Path, Path]) -> None:
     for margin in (0.02, {"last_word": 0.02}):
-        with assert_raises(InputError, "perplexity", "--margin last_word=1%"):
+        with breaks(margin_rules.KIND, "perplexity", "--margin last_word=1%"):
             _decide(runs, "perplexity", margin)
-    with assert_raises(InputError, "acc", "--margin last_word=0.02", "2 points"):
+    with breaks(margin_rules.KIND, "acc", "--margin last_word=0.02"):
         _decide(runs, "acc", "2%")
-    with assert_raises(InputError, "no task lastword", "one of last_word"):
+    with breaks(margin_rules.NO_TASK, "lastword", "last_word"):
         _decide(runs, "acc", {"lastword": 0.02})
 
 

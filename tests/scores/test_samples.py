@@ -143,7 +143,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "opposite direction": (
         rewrite(lambda content: content.update(higher_is_better={"sums": {"exact_match": False}})),
-        "the same direction of the metric",
+        "another higher_is_better",
     ),
     "missing document": (drop_document, "task sums: got no document 399"),
     **{

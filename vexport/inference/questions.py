@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from vexport.errors import InputError
 from vexport.records import Json
+from vexport.rules import baseline as rules
 
 DIGEST_LENGTH = 3
 """Base64 characters (6 bits each) per question.
@@ -47,22 +48,17 @@ def changed_questions(
         }
         where = f"task {task}"
         if len(found) != len(digests):
-            yield InputError(
+            yield InputError.of(
+                rules.OTHER_DOCUMENTS,
                 where,
-                got=f"{len(found):,} documents",
-                need=f"the {len(digests):,} documents of the accepted baseline",
-                fix="evaluate with the same --limit, or accept the baseline again",
+                count=len(found),
+                metric="questions",
+                accepted=len(digests),
+                older="",
             )
             continue
         changed = [doc for doc, digest in digests.items() if found.get(doc) != digest]
         if changed:
-            yield InputError(
-                f"{where}, document {changed[0]}",
-                got=f"another question than in the accepted baseline ({_share(changed, digests)})",
-                need="the accepted questions",
-                fix="restore the task's files and the chat template, or accept the baseline again",
-            )
-
-
-def _share(changed: Sequence[str], digests: Mapping[str, str]) -> str:
-    return f"{len(changed):,} of {len(digests):,} questions changed"
+            reason = f"{len(changed):,} of {len(digests):,} questions changed"
+            place = f"{where}, document {changed[0]}"
+            yield InputError.of(rules.OTHER_QUESTION, place, reason=reason)

@@ -14,6 +14,7 @@ from scipy import stats
 from vexport.errors import EnvironmentFault
 from vexport.files import from_json, to_json, write_text
 from vexport.outputs.manifest import record
+from vexport.rules import environment
 
 FILE = "repeat.json"
 """The file next to lm-eval's results that holds the counts."""
@@ -101,11 +102,9 @@ def require_deterministic(folder: Path, repeated: Repeated, alpha: float) -> Non
         return
     if stats.binomtest(changed, common, MAX_CHANGED_SHARE, alternative="greater").pvalue > alpha:
         return
-    raise EnvironmentFault(
+    raise EnvironmentFault.of(
+        environment.NOISE,
         str(folder),
-        got=f"{changed} of {common} responses changed when the same model ran again; a verdict "
-        f"needs at most {MAX_CHANGED_SHARE:.1%}",
-        need="",
-        fix="use greedy decoding (or --seeds for sampled responses) and GPUs of one kind, or try "
-        "VLLM_BATCH_INVARIANT=1 or fewer sequences at a time",
+        found=f"{changed} of {common} responses changed",
+        most=f"{MAX_CHANGED_SHARE:.1%}",
     )

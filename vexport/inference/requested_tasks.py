@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from vexport.engine.messages import SessionRequest
-from vexport.errors import raise_all
 from vexport.inference.options import EngineOptions
 from vexport.inference.task_data import fetch_task_data
 from vexport.inference.tasks import PreparedTasks, TaskMetrics, read_tasks
@@ -19,14 +18,11 @@ from vexport.scenario.evaluate import LmEvalSettings
 
 def prepare_tasks(settings: Evaluate, options: EngineOptions) -> PreparedTasks:
     """Read the tasks. Raises InputError, for all tasks at once, if a task cannot be used."""
-    prepared = read_tasks(
+    return read_tasks(
         settings.tasks,
         include_paths=settings.include_path,
         trust_remote_code=options.trust_remote_code,
     )
-    if settings.enable_thinking:
-        raise_all([error for file in prepared.files for error in file.thinking_errors])
-    return prepared
 
 
 def add_tasks(
@@ -50,12 +46,13 @@ def fetch_tasks(
 ) -> Sequence[TaskMetrics]:
     """Download the tasks' documents into the cache, and return the tasks' metrics.
 
-    No worker starts if all data are local files and all metrics are standard metrics of lm-eval.
+    No worker starts if all data are local files and all metrics are standard metrics of lm-eval,
+    unless `enable_thinking` is set: lm-eval then decides whether it fits each task.
     Raises the errors of `fetch_task_data`.
     """
     metrics = prepared.metrics
     needs_hub = any(file.reads_hub or file.has_other_metrics for file in prepared.files)
-    if not prepared.tasks or (metrics and not needs_hub):
+    if not prepared.tasks or (metrics and not needs_hub and not settings.enable_thinking):
         return metrics
     with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as name:
         folder = Path(name)

@@ -20,7 +20,6 @@ from vexport.engine.messages import (
     speculative_config,
 )
 from vexport.engine.session import Worker, session_error
-from vexport.errors import InputError
 from vexport.files import digest_bytes, to_json
 from vexport.inference.answers import Rows, ServedSession
 from vexport.inference.endpoint.server import Server
@@ -42,7 +41,6 @@ from vexport.inference.session_folder import (
 from vexport.inference.text_rows import read_rows, truncated_rows
 from vexport.records import named
 from vexport.records.values import MOST_COUNT
-from vexport.rules import server as rules
 from vexport.scenario import Evaluate
 from vexport.scenario.evaluate import LmEvalSettings
 from vexport.scenario.serve import EngineArguments
@@ -53,9 +51,6 @@ EVALUATION_LENGTH = 4096
 # Maximum number of tokens that vLLM computes in a step if a row of text is longer than this. Some
 # versions hold the logits of all tokens of a step: 1.2 GB in float32 for a vocabulary of 152 k.
 LONG_ROW = 2048
-# Minimum number of tokens in a row of text. The first token is not predicted, so one token is too
-# few.
-_MIN_TEXT_TOKENS = 2
 # Number of tokens to draft at once, unless an argument of vLLM sets another number.
 DRAFT_LENGTH = 3
 DEFAULT_LM_EVAL = LmEvalSettings()
@@ -277,20 +272,13 @@ class EndpointSource(ResponseSource):
         return ServedSession(result=result, prompts=prompts, rows=rows)
 
     def _longest_sequence(self, settings: Evaluate) -> int:
-        """Return the maximum number of tokens of a sequence.
-
-        Raises InputError if the server's limit is too short for text.
-        """
+        """Return the maximum number of tokens of a sequence."""
         endpoint = settings.endpoint_at(self.url, is_baseline=self.is_baseline)
         server = Server(endpoint, show_retries(self.role, self.options))
         # vLLM generates a token after each row of text.
         needed = EVALUATION_LENGTH if settings.text is None else settings.text_tokens + 1
         served = server.model.max_model_len or needed
-        longest = min(served, self.options.serve.max_model_len or needed)
-        if settings.text is not None and longest <= _MIN_TEXT_TOKENS:
-            where = f"{self.role} {self.url}"
-            raise InputError.of(rules.SHORT_CONTEXT, where, most=longest)
-        return longest
+        return min(served, self.options.serve.max_model_len or needed)
 
     def _request(
         self, questions: Questions, rows: Rows, longest: int, folder: Path

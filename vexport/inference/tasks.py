@@ -145,16 +145,6 @@ class TaskFile:
             return [group_metrics(self.name, tasks)]
         return [replace(task, name=f"{self.name}::{task.name}") for task in tasks]
 
-    @property
-    def thinking_errors(self) -> list[InputError]:
-        """Return an error for each task that scores given texts, for `enable_thinking`."""
-        tasks = [(str(each.get("task")), str(each.get("output_type"))) for each in self._tasks]
-        return [
-            InputError.of(rules.THINKING, f"task {name}", kind=kind)
-            for name, kind in tasks
-            if kind in METRICS
-        ]
-
     def write(self, folder: Path) -> str:
         """Write `folder`/NAME/NAME.yaml and the modules next to it, and return the file's path."""
         target = folder / self.name / f"{self.name}{GROUP_SUFFIX if self._is_group else '.yaml'}"

@@ -7,11 +7,15 @@ from pathlib import Path
 
 from vexport.calibration.data import read_samples
 from vexport.engine.messages import KL_TOKENS
+from vexport.errors import InputError
 from vexport.inference.answers import Rows
 from vexport.inference.prompts import limited_length
 from vexport.records.values import plural
+from vexport.rules import prompts as rules
 from vexport.scenario import Evaluate
 
+# The first token of a row is not predicted.
+_MIN_TOKENS = 2
 LOG = logging.getLogger(__name__)
 
 
@@ -37,6 +41,8 @@ def read_rows(
     needed = settings.text_tokens + 1  # vLLM generates a token after each row
     limit = longest or limited_length(tokenizer, needed)
     tokens = min(needed, limit) - 1
+    if tokens < _MIN_TOKENS:
+        raise InputError.of(rules.SHORT_CONTEXT, f"text {settings.text}", limit=limit)
     samples = read_samples(
         replace(text, seq_len=tokens),
         tokenizer,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from vexport.errors import InputError, InputErrors, raise_all, shown
-from vexport.inference.tasks import require_known
+from vexport.errors import InputError, InputErrors
+from vexport.rules import baseline as rules
 from vexport.scenario import Evaluate, Serve
 from vexport.scenario.evaluate import ResponseSettings
 from vexport.scenario.reading import problems_at
@@ -44,7 +44,6 @@ ENGINE = (MAX_MODEL_LEN, DTYPE)
 Other arguments are not stored: they depend on the machine, or could make vLLM run code. If such an
 argument changes, the verdict contains a warning.
 """
-_FIX = "leave it out, or accept the baseline again with this value"
 _YAML = (".yaml", ".yml")
 _PATH_STARTS = ("./", "../", "/")
 
@@ -95,7 +94,6 @@ def with_accepted_settings(
 
     Raises:
         InputErrors: If given settings differ from the accepted settings.
-        InputError: If a stored path does not exist, or if lm-eval does not have a stored task.
     """
     accepted = read_accepted(file)
     named = {key: value for key, value in given.items() if value is not None}
@@ -120,7 +118,6 @@ def with_accepted_settings(
         missing["margin"] = dict(margin) if isinstance(margin, Mapping) else margin
     with problems_at(f"{file}: settings"):
         Evaluate.model_validate({"tasks": ("any",), **missing})
-    _require_known_tasks({**missing, **named}, "tasks" in named, file)
     return CompletedSettings(
         file=file,
         keys={**missing, **named},
@@ -142,12 +139,9 @@ def accepted_settings(accepted: Accepted) -> dict[str, JsonValue]:
 
 def _valid_here(key: str, value: JsonValue, file: Path) -> JsonValue:
     """Return a stored setting with paths that are valid in the current folder."""
-    if key not in PATHS:
+    if key not in PATHS or not isinstance(value, list):
         return value
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        fix = "restore the file from git, or accept it again"
-        raise InputError(f"{file}: settings.{key}", got=shown(value), need="paths", fix=fix)
-    return [_path_here(str(each), key, file) for each in value]
+    return [_path_here(each, key, file) if isinstance(each, str) else each for each in value]
 
 
 def _contradictions(
@@ -163,15 +157,10 @@ def _contradictions(
         value, old = named[key], measured[key]
         is_same = value == old or _text(value) == _text(old)
         if not is_same and not (key == "limit" and _same_documents(value, stored, accepted)):
-            need = f"{_text(old)}, as in {file}"
-            yield InputError(f"{command}: {key}", got=_text(value), need=need, fix=_FIX)
+            yield _other_setting(f"{command}: {key}", value, old, file)
     gate = named.get("gate")
-    for problem in (
-        gate_contradictions(choice_of(accepted), gate) if isinstance(gate, Mapping) else ()
-    ):
-        yield InputError(
-            f"{command}: gate", got=problem.got, need=f"{problem.need} in {file}", fix=problem.fix
-        )
+    if isinstance(gate, Mapping):
+        yield from gate_contradictions(choice_of(accepted), gate, f"{command}: gate", file)
 
 
 def _engine_contradictions(
@@ -180,26 +169,17 @@ def _engine_contradictions(
     for key, value in named.items():
         if key in stored and stored[key] != value:
             option = f"--{key.replace('_', '-')}"
-            need = f"{_text(stored[key])}, as in {file}"
-            yield InputError(option, got=_text(value), need=need, fix=_FIX)
+            yield _other_setting(option, value, stored[key], file)
 
 
-def _require_known_tasks(keys: Mapping[str, object], is_named: bool, file: Path) -> None:
-    """Raise InputError if the file stores only the name of a task, and lm-eval has no such task."""
-    if is_named:
-        return
-    tasks, folders = keys["tasks"], keys.get("include_path", [])
-    assert isinstance(tasks, list)
-    assert isinstance(folders, list | tuple)
-    problems = []
-    for task in (str(task) for task in tasks if not _is_file(str(task))):
-        try:
-            require_known(task, [Path(str(folder)) for folder in folders])
-        except InputError:
-            fix = "give its YAML file with --task, or its folder with --include-path"
-            got, need = "only its name, and lm-eval has no such task", "the task's YAML file"
-            problems.append(InputError(f"{file}: task {task}", got=got, need=need, fix=fix))
-    raise_all(problems)
+def _other_setting(where: str, value: object, accepted: object, file: Path) -> InputError:
+    return InputError.of(
+        rules.OTHER_SETTING,
+        where,
+        value=_text(value),
+        accepted=_text(accepted),
+        file=file,
+    )
 
 
 def _measured_settings(stored: Mapping[str, JsonValue], accepted: Accepted) -> dict[str, JsonValue]:
@@ -276,20 +256,9 @@ def _path_to_store(path: str, file: Path) -> str:
 
 
 def _path_here(stored: str, key: str, file: Path) -> str:
-    """Convert a stored path to a path from the current folder. Keep names of tasks.
-
-    Raises InputError if the path does not exist.
-    """
+    """Convert a stored path to a path from the current folder. Keep names of tasks."""
     if key == "tasks" and not stored.endswith(_YAML) and not stored.startswith(_PATH_STARTS):
         return stored
     whole = Path(os.path.normpath(file.parent.resolve() / stored))
-    if not whole.exists():
-        option = "--task" if key == "tasks" else "--include-path"
-        raise InputError(
-            f"{file}: settings.{key}",
-            got=f"nothing at {whole}",
-            need="the task's YAML file" if key == "tasks" else "the folder of the tasks",
-            fix=f"restore it, or name its new place with {option}",
-        )
     here = Path.cwd().resolve()
     return str(whole.relative_to(here)) if whole.is_relative_to(here) else str(whole)

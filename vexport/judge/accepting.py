@@ -15,6 +15,7 @@ from vexport.judge.pairs import TaskPair, gated_tasks
 from vexport.records import Answers
 from vexport.records.chosen_metric import Choice
 from vexport.records.margin import Margins, MarginSetting
+from vexport.rules import baseline as rules
 from vexport.scores.metrics import is_no_share
 from vexport.scores.readers.accepted import (
     Accepted,
@@ -32,10 +33,7 @@ from vexport.scores.table import ScoreTable, TaskTable
 def require_writable(path: Path) -> None:
     """Raise InputError if `path` must not be replaced: it exists and is no accepted baseline."""
     if path.exists() and (path.is_dir() or not is_accepted(path)):
-        fix = "name another file, or remove it first"
-        raise InputError(
-            str(path), got="something else", need="a new file or an accepted baseline", fix=fix
-        )
+        raise InputError.of(rules.OTHER_FILE, str(path))
 
 
 def accept_results(
@@ -83,18 +81,15 @@ def accept_results(
 def _accepted_task(results: ScoreTable, name: str, gate: TaskPair) -> AcceptedTask:
     where = f"{results.file}: task {name}"
     rows = sorted(results.tasks[name].after(gate.filter), key=lambda row: row.number)
+    found = ""
     if any(row.seed for row in rows):
-        fix = "accept greedy responses, without --seeds"
-        raise InputError(where, got="several responses to a document", need="one", fix=fix)
-    if rows[-1].number - rows[0].number >= len(rows):
-        fix = "evaluate all documents, or the first (--limit)"
-        raise InputError(
-            where, got="gaps in the document numbers", need="consecutive documents", fix=fix
-        )
-    if not all(gate.metric in row.scores for row in rows):
-        fix = "use --baseline, or choose another metric with --gate"
-        got = f"{gate.metric}, which lm-eval computes from all documents at once"
-        raise InputError(where, got=got, need="one number a document", fix=fix)
+        found = "several responses to a document"
+    elif rows[-1].number - rows[0].number >= len(rows):
+        found = "gaps in the document numbers"
+    elif not all(gate.metric in row.scores for row in rows):
+        found = f"{gate.metric}, which lm-eval computes from all documents at once"
+    if found:
+        raise InputError.of(rules.ROWS, where, found=found, metric=gate.metric)
     return accepted_task(rows, gate.metric, _stated_direction(results.tasks[name], gate))
 
 

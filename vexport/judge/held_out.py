@@ -44,7 +44,7 @@ from vexport.records import (
     TextVerdict,
     Verdict,
 )
-from vexport.rules import verdict
+from vexport.rules import environment, verdict
 from vexport.scenario import Evaluate
 from vexport.scores.aggregates import Scores
 
@@ -85,9 +85,7 @@ def decide_on_text(
     """
     for row, (first, other) in enumerate(zip(baseline.rows, candidate.rows, strict=False), 1):
         if first != other:
-            raise _failure(
-                candidate, f"different tokens in row {row} of the text", "the baseline's tokenizer"
-            )
+            raise CheckpointFailed.of(verdict.TEXT_TOKENS, _where(candidate), row=row)
     text = _measure_text(data, baseline, candidate, settings)
     _require_steady("baseline", baseline, text, settings.kl_limit)
     _require_steady("candidate", candidate, text, settings.kl_limit)
@@ -112,7 +110,7 @@ def _measure_text(
 ) -> TextVerdict:
     rows = list(compare_rows(baseline, candidate))
     if not all(np.isfinite([*row.kl, *row.candidate_nll, *row.baseline_nll]).all() for row in rows):
-        raise _failure(candidate, "log-probabilities that are not finite", "numbers")
+        raise CheckpointFailed.of(verdict.TEXT_NUMBERS, _where(candidate))
     buckets, acceptance = _judge_buckets(rows, baseline, candidate, settings)
     method = settings.speculative
     drafts = (baseline.result.drafts, candidate.result.drafts)
@@ -265,13 +263,12 @@ def _require_steady(role: str, side: ServedSession, text: TextVerdict, kl_limit:
     most = NOISE_SHARE * kl_limit
     if noises[worst] <= most:
         return
-    raise EnvironmentFault(
+    kl = noises[worst]
+    raise EnvironmentFault.of(
+        environment.NOISE,
         f"{role} {side.checkpoint}",
-        got=f"log-probabilities that differ by a KL of {noises[worst]:.3g} nats per token when the "
-        f"same model reads the same {worst} again",
-        need=f"at most {most:g}, a quarter of the limit",
-        fix="use a single kind of GPU; try VLLM_BATCH_INVARIANT=1 or fewer sequences at once "
-        "(--max-num-seqs)",
+        found=f"log-probabilities of the {worst} changed by a KL of {kl:.3g} nats per token",
+        most=f"{most:g}, a quarter of the limit",
     )
 
 
@@ -295,13 +292,7 @@ def _lengths(counts: Sequence[DraftCounts]) -> tuple[float, Scores]:
     drafts = np.array([count.drafts for count in counts], dtype=float)
     accepted = np.array([count.accepted_tokens for count in counts], dtype=float)
     if not drafts.sum():
-        got, need = (
-            f"no draft in {len(counts)} prompts",
-            "drafts, to measure how many tokens are accepted",
-        )
-        raise Inconclusive(
-            "--speculative", got=got, need=need, fix="give other text, or more (--text-rows)"
-        )
+        raise Inconclusive.of(verdict.NO_DRAFTS, "--speculative", prompts=len(counts))
     ratio = float(accepted.sum() / drafts.sum())
     return 1 + ratio, 1 + ratio + (accepted - ratio * drafts) / drafts.mean()
 
@@ -427,8 +418,5 @@ def _limit_text(limit: TextLimit, text: TextVerdict) -> str:
     return f"{limit.measure} {value} ({bound}), limit {most}{unit}{place}"
 
 
-def _failure(candidate: ServedSession, got: str, need: str) -> CheckpointFailed:
-    where = f"candidate {candidate.checkpoint}"
-    return CheckpointFailed(
-        where, got=got, need=need, fix="run `vexport check` on it, or export it again"
-    )
+def _where(candidate: ServedSession) -> str:
+    return f"candidate {candidate.checkpoint}"

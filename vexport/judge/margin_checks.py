@@ -1,11 +1,12 @@
 """Check that margins fit the tasks, and compare them with an accepted baseline's margins."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from vexport.errors import InputError, raise_all
-from vexport.judge.pairs import TaskPair
-from vexport.records.margin import DEFAULT_RELATIVE_MARGIN, EVERY_TASK, Margin, Margins
+from vexport.judge.pairs import TaskPair, unknown_names
+from vexport.records.margin import DEFAULT_RELATIVE_MARGIN, Margin, Margins
 from vexport.records.values import join_limited
+from vexport.rules import margin as rules
 
 _MAX_NAMED = 3
 
@@ -37,40 +38,18 @@ def margin_changes(gates: Sequence[TaskPair], given: Margins, accepted: Margins)
         )
 
 
-def unknown_names(where: str, given: Iterable[str], names: Sequence[str]) -> Iterator[InputError]:
-    """Yield an error for each name in `given` that is not the name of a task.
-
-    `names` are the names of the tasks, and of the groups that count as a task.
-    """
-    for name in given:
-        if name not in (*names, EVERY_TASK):
-            yield InputError(
-                where,
-                got=f"no task {name}",
-                need=f"one of {', '.join(names)}",
-                fix="name one of these; for tasks in a group, name the group",
-            )
-
-
 def wrong_kind(
     task: str, metric: str, margin: Margin | None, *, is_share: bool
 ) -> Iterator[InputError]:
     """Yield an error if a share has a relative margin, or another metric has points."""
     if margin is None or margin.fits(is_share=is_share):
         return
-    where = f"margin of task {task}"
-    if is_share:
-        yield InputError(
-            where,
-            got=f"{margin} for {metric}, which is a share of correct responses",
-            need="a margin in points",
-            fix=f"use --margin {task}={margin.value:g} for {100 * margin.value:g} points",
-        )
-        return
-    relative = Margin(DEFAULT_RELATIVE_MARGIN, True)
-    yield InputError(
-        where,
-        got=f"{margin} for {metric}, which is not a share",
-        need="a relative margin",
-        fix=f"use --margin {task}={relative} (a loss of {relative} of the baseline's value)",
+    relative = str(Margin(DEFAULT_RELATIVE_MARGIN, True))
+    yield InputError.of(
+        rules.KIND,
+        f"margin of task {task}",
+        margin=margin,
+        metric=metric,
+        task=task,
+        fitting=f"{margin.value:g}" if is_share else relative,
     )

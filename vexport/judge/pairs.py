@@ -4,7 +4,7 @@ The outcome of a task depends on one pair. A group with an aggregate in lm-eval 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -18,6 +18,9 @@ from vexport.judge.corpus import CorpusComparison, compare_corpora
 from vexport.judge.statistics import MIN_CLUSTERS, Clusters
 from vexport.records.chosen_metric import Choice, direction_name, parse_chosen_metric
 from vexport.records.margin import EVERY_TASK, Unit
+from vexport.rules import baseline as baseline_rules
+from vexport.rules import margin as margin_rules
+from vexport.rules import pairs as rules
 from vexport.scores.aggregates import (
     NEEDS_SACREBLEU,
     CorpusTable,
@@ -244,14 +247,7 @@ def gated_tasks(
     if baseline.identity is not None:
         baseline, candidate = _with_accepted_questions(baseline, candidate)
     units = dict(_tasks_and_groups(baseline))
-    fix = "name one of these; for tasks in a group, name the group"
-    raise_all(
-        [
-            InputError("gate", got=f"no task {name}", need=f"one of {', '.join(units)}", fix=fix)
-            for name in choice
-            if name not in (*units, EVERY_TASK)
-        ]
-    )
+    raise_all([*unknown_names("gate", choice, [*units])])
     baseline, candidate = with_directions(baseline, candidate, units, choice)
     choice = {name: parse_chosen_metric(text).label for name, text in choice.items()}
     compared = [
@@ -309,20 +305,20 @@ def _accepted_and_now(where: str, old: TaskTable, now: TaskTable) -> tuple[TaskT
     rows = sorted(now.after(first.filter), key=lambda row: row.number)
     complete = all(metric in row.scores and row.doc_id in accepted for row in rows)
     if not complete or not rows or len(rows) != len(accepted):
-        got = f"{len(rows)} documents with {metric},{first.filter}"
-        fix = "evaluate with the same --limit, or accept it again"
-        if now.larger is not None and len(rows) < len(accepted):
-            fix = f"give {now.larger}, which is older and has more documents of the task"
-        raise InputError(where, got=got, need=f"the {len(accepted)} that were accepted", fix=fix)
+        raise InputError.of(
+            baseline_rules.OTHER_DOCUMENTS,
+            where,
+            count=len(rows),
+            metric=f"{metric},{first.filter}",
+            accepted=len(accepted),
+            older=_older(now) if len(rows) < len(accepted) else "",
+        )
     for row in rows:
         if accepted[row.doc_id].digest != row.digest:
             changed = changed_settings(old.fingerprint, now.fingerprint, old.task)
-            got = (
-                f"another question in document {row.doc_id} (changed since it was "
-                f"accepted: {', '.join(changed) or 'nothing known'})"
-            )
-            fix = "evaluate as before, or accept it again"
-            raise InputError(where, got=got, need="the accepted questions", fix=fix)
+            reason = f"since it was accepted, changed: {', '.join(changed) or 'nothing known'}"
+            place = f"{where}, document {row.doc_id}"
+            raise InputError.of(baseline_rules.OTHER_QUESTION, place, reason=reason)
     now = replace(now, rows={row.key: row for row in rows})
     kept = {row.key: _with_question_of(row, accepted[row.doc_id]) for row in rows}
     return replace(now, rows=kept, higher_is_better=old.higher_is_better, aggregates={}), now
@@ -361,8 +357,16 @@ def with_directions(
             if (not chosen.higher_is_better) in (side.get(chosen.metric) for side in sides):
                 recorded = direction_name(not chosen.higher_is_better)
                 where = "gate" if name == EVERY_TASK else f"gate of task {name}"
-                need = f"{chosen.metric}:{recorded}, as in the results of {member}"
-                problems.append(InputError(where, got=text, need=need, fix="leave it out"))
+                problems.append(
+                    InputError.of(
+                        margin_rules.DIRECTION,
+                        where,
+                        gate=text,
+                        metric=chosen.metric,
+                        recorded=recorded,
+                        task=member,
+                    )
+                )
                 break
     raise_all(problems)
     left, right = (_with_stated(each, stated) for each in (baseline, candidate))
@@ -399,14 +403,24 @@ def _no_such_gate(
     _require_sacrebleu([metric], results, members)
     if any(metric in results.tasks[member].corpus_metrics for member in members):
         unable.append(WHOLE_CORPUS)
-    tasks = {pair.task for pair in pairs}
-    why = "which the task does not have" if len(tasks) == 1 else "which no task has"
-    if unable:
-        why = f"which cannot decide: {unable[0]}"
     labels = dict.fromkeys(pair.label for pair in pairs if not pair.undecided)
-    return InputError(
-        where, got=f"{wanted}, {why}", need=f"one of {', '.join(labels)}", fix="name one of these"
-    )
+    return no_such_metric(where, wanted, [*labels], *unable[:1])
+
+
+def no_such_metric(where: str, metric: str, known: Sequence[str], reason: str = "") -> InputError:
+    """Return the error that the tasks have no such metric, or that it cannot decide."""
+    reason = f" ({reason})" if reason else ""
+    return InputError.of(margin_rules.NO_METRIC, where, metric=metric, reason=reason, known=known)
+
+
+def unknown_names(where: str, given: Iterable[str], names: Sequence[str]) -> Iterator[InputError]:
+    """Yield an error for each name in `given` that is not the name of a task.
+
+    `names` are the names of the tasks, and of the groups that count as a task.
+    """
+    for name in given:
+        if name not in (*names, EVERY_TASK):
+            yield InputError.of(margin_rules.NO_TASK, where, name=name, names=names)
 
 
 def _tasks_and_groups(results: ScoreTable) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -448,41 +462,23 @@ def _metric_pairs(
     able = [pair for pair in metrics if not pair.undecided]
     if any(pair.task == name for pair in able):
         return metrics
-    where = f"{baseline.file}: task {name}"
-    if not metrics and (other := _other_metrics(members, baseline, candidate)):
-        fix = "evaluate both with the same metrics"
-        raise InputError(f"{candidate.file}: task {name}", got=other, need="one metric", fix=fix)
-    corpus = tuple(
-        dict.fromkeys(m for member in members for m in baseline.tasks[member].corpus_metrics)
-    )
-    fix = "give a task with a metric of lm-eval, such as acc or exact_match, and log its samples"
-    if corpus == ("bypass",):
-        fix = "evaluate without --predict_only"
-        raise InputError(
-            where, got="responses without scores", need="one number a document", fix=fix
-        )
+    corpus = dict.fromkeys(m for member in members for m in baseline.tasks[member].corpus_metrics)
     for member in members:
         _require_sacrebleu(baseline.tasks[member].corpus_metrics, baseline, [member])
-    got = "no metric that all its tasks share" if able else "metrics of the whole corpus only"
-    listed = [f"{pair.metric} ({pair.undecided})" for pair in metrics if pair.task == name]
-    named = ", ".join(dict.fromkeys((*listed, *corpus)))
-    if named and not able:
-        got = f"{got}: {named}"
-    raise InputError(where, got=got, need="one number a document", fix=fix)
+    found = "no metric that all its tasks share"
+    if not able:
+        listed = [f"{pair.metric} ({pair.undecided})" for pair in metrics if pair.task == name]
+        named = ", ".join(dict.fromkeys((*listed, *corpus)))
+        if not named:
+            new, old = (_metric_names(side, members) for side in (candidate, baseline))
+            named = f"{new}; the baseline has {old}"
+        found = f"no metric that decides ({named})"
+    raise InputError.of(rules.NO_SCORE, f"{baseline.file}: task {name}", found=found)
 
 
-def _other_metrics(members: Sequence[str], baseline: ScoreTable, candidate: ScoreTable) -> str:
-    old, new = (
-        sorted({name for member in members for name in _metric_names(run.tasks[member])})
-        for run in (baseline, candidate)
-    )
-    if not old or not new or old == new:
-        return ""
-    return f"the metrics {', '.join(new)}, and the baseline's are {', '.join(old)}"
-
-
-def _metric_names(task: TaskTable) -> set[str]:
-    return {name for row in task.rows.values() for name in (*row.scores, *row.values)}
+def _metric_names(results: ScoreTable, members: Sequence[str]) -> str:
+    rows = [row for member in members for row in results.tasks[member].rows.values()]
+    return ", ".join(sorted({name for row in rows for name in (*row.scores, *row.values)}))
 
 
 def _require_sacrebleu(metrics: Sequence[str], results: ScoreTable, members: Sequence[str]) -> None:
@@ -611,18 +607,8 @@ def _with_ids_of(left: TaskTable, right: TaskTable) -> TaskTable:
     )
     if not shifted:
         return right
-    doubled = [samples for samples in (*old.values(), *new.values()) if len(samples) > 1]
-    if any(len(old[key]) != len(samples) for key, samples in new.items()):
+    if any(len(rows) > 1 for rows in (*old.values(), *new.values())):
         return right
-    if doubled:
-        first, second = (row.doc_id for row in doubled[0][:2])
-        got = (
-            f"other document ids than the baseline's, and documents {first} and {second} are "
-            f"the same"
-        )
-        fix = "evaluate both with the same --samples, in ascending order"
-        where = f"{right.file}: task {left.task}"
-        raise InputError(where, got=got, need="documents that can be paired by doc_hash", fix=fix)
     renumbered = (replace(new[key][0], doc_id=samples[0].doc_id) for key, samples in old.items())
     return replace(right, rows={row.key: row for row in renumbered})
 
@@ -640,14 +626,16 @@ def _require_equal_documents(left: TaskTable, right: TaskTable, changed: str) ->
         if lost:
             filter_name, doc_id, seed = lost[0]
             which = f"response {seed} to document {doc_id}" if seed else f"document {doc_id}"
-            got = f"no {which} (filter {filter_name}), {len(lost)} missing in all"
+            which += f" (filter {filter_name})"
             if reason := other.unscored.get((doc_id, seed)):
-                got = f"{which} without a score ({reason}), {len(lost)} missing in all"
-            fix = f"evaluate the documents of {first.file}, with the same --limit and --seeds"
-            if other.larger is not None:
-                fix = f"give {other.larger}, which is older and has more documents of the task"
-            raise InputError(
-                f"{other.file}: task {first.task}", got=got, need="the same documents", fix=fix
+                which = f"score of {which}: {reason}"
+            raise InputError.of(
+                rules.MISSING_DOCUMENTS,
+                f"{other.file}: task {first.task}",
+                document=which,
+                count=len(lost),
+                file=first.file,
+                older=_older(other),
             )
     for key, row in left.rows.items():
         twin = right.rows[key]
@@ -658,12 +646,12 @@ def _require_equal_documents(left: TaskTable, right: TaskTable, changed: str) ->
                     _first_difference(row.prompt, twin.prompt) if hash_name == "prompt_hash" else ""
                 )
                 differ = prompts or f"{hash_name} {theirs[:12]}, the baseline has {ours[:12]}"
-                got = f"{differ} (also different: {changed})"
-                fix = (
-                    "evaluate both with the same lm-eval, task files, few-shot examples and "
-                    "chat template"
-                )
-                raise InputError(where, got=got, need="the same question", fix=fix)
+                raise InputError.of(rules.OTHER_QUESTION, where, difference=differ, changed=changed)
+
+
+def _older(task: TaskTable) -> str:
+    """Return the file of older results with more documents, as words in brackets."""
+    return f" ({task.larger}, which is older, has more)" if task.larger is not None else ""
 
 
 def require_same_direction(
@@ -671,11 +659,7 @@ def require_same_direction(
 ) -> None:
     """Raise InputError if higher is better in one of the two results, and lower in the other."""
     if None not in (baseline, candidate) and baseline != candidate:
-        got = f"{metric} with another higher_is_better than in the baseline"
-        fix = "evaluate both with the same lm-eval and task files"
-        raise InputError(
-            where, got=got, need="the same direction of the metric on both sides", fix=fix
-        )
+        raise InputError.of(rules.OTHER_DIRECTION, where, metric=metric)
 
 
 def _first_difference(ours: str, theirs: str) -> str:
@@ -698,17 +682,19 @@ def _pair(
     )
     low, high = np.minimum(left, right), np.maximum(left, right)
     size = np.maximum(np.abs(left), np.abs(right))  # NaN if a score is NaN
-    wrong = {f"finite numbers up to {LARGEST_SCORE:g}": ~(size <= LARGEST_SCORE)}
+    wrong = ~(size <= LARGEST_SCORE)
     if metric in SHARES:
-        wrong["from 0 to 1"] = (low < 0) | (high > 1)
-    for need, documents in wrong.items():
-        if documents.any():
-            index = int(documents.argmax())
-            where = f"{task.file}: task {task.task}, document {pairs[index][0].doc_id}"
-            got = f"{metric} of {left[index]} (baseline) and {right[index]} (candidate)"
-            raise InputError(
-                where, got=got, need=need, fix="look at both responses, evaluate again"
-            )
+        wrong |= (low < 0) | (high > 1)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise InputError.of(
+            rules.SCORE,
+            f"{task.file}: task {task.task}, document {pairs[index][0].doc_id}",
+            metric=metric,
+            baseline=left[index],
+            candidate=right[index],
+            most=LARGEST_SCORE,
+        )
     kind, other_kind = (each.metric_kind(metric, pairs[0][0].filter) for each in (task, other))
     pair = TaskPair(
         task=task.task,

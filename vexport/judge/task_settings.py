@@ -12,8 +12,8 @@ from vexport.errors import InputError, raise_all
 from vexport.inference.options import EngineOptions
 from vexport.inference.requested_tasks import fetch_tasks, prepare_tasks
 from vexport.inference.tasks import TaskMetrics
-from vexport.judge.margin_checks import unknown_names, wrong_kind
-from vexport.judge.pairs import PREFERRED_METRICS, SHARES
+from vexport.judge.margin_checks import wrong_kind
+from vexport.judge.pairs import PREFERRED_METRICS, SHARES, no_such_metric, unknown_names
 from vexport.records.chosen_metric import parse_chosen_metric
 from vexport.records.margin import EVERY_TASK, Margin, Margins, MarginSetting
 from vexport.scenario import Evaluate
@@ -123,12 +123,7 @@ def _missing_metrics(tasks: Sequence[TaskMetrics], accepted: ScoreTable) -> Iter
         old = accepted.tasks.get(task.name)
         metrics = next(iter(old.rows.values())).scores if old is not None else ()
         for metric in (metric for metric in metrics if _certainly_lacks(task, metric)):
-            yield InputError(
-                f"task {task.name}",
-                got=f"the metrics {', '.join(task.metrics)}",
-                need=f"the accepted metric {metric}",
-                fix="restore the task's file, or accept the baseline again",
-            )
+            yield no_such_metric(f"task {task.name}, as accepted", metric, [*task.metrics])
 
 
 def _is_accepted_share(accepted: ScoreTable, name: str, metric: str) -> bool | None:
@@ -147,21 +142,11 @@ def _unknown_gates(gates: Mapping[str, str], tasks: Sequence[TaskMetrics]) -> It
     for task in tasks:
         gate = gates.get(task.name)
         if gate is not None and _certainly_lacks(task, gate):
-            yield _no_metric(f"gate of task {task.name}", gate, [task])
+            yield no_such_metric(f"gate of task {task.name}", gate, [*task.metrics])
     everywhere = gates.get(EVERY_TASK)
     if everywhere is not None and all(_certainly_lacks(task, everywhere) for task in tasks):
-        yield _no_metric("gate", everywhere, tasks)
-
-
-def _no_metric(where: str, gate: str, tasks: Sequence[TaskMetrics]) -> InputError:
-    metrics = dict.fromkeys(metric for task in tasks for metric in task.metrics)
-    why = "which the task does not have" if len(tasks) == 1 else "which no task has"
-    return InputError(
-        where,
-        got=f"{gate}, {why}",
-        need=f"one of {', '.join(metrics)}",
-        fix="name one of these",
-    )
+        known = dict.fromkeys(metric for task in tasks for metric in task.metrics)
+        yield no_such_metric("gate", everywhere, [*known])
 
 
 def _certainly_lacks(task: TaskMetrics, gate: str) -> bool:

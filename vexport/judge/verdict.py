@@ -36,6 +36,7 @@ from vexport.records import Comparison, Outcome, Prompting, Reason, TaskVerdict,
 from vexport.records.chosen_metric import Choice
 from vexport.records.margin import EVERY_TASK, Margins, MarginSetting
 from vexport.records.values import join_limited
+from vexport.rules import results as result_rules
 from vexport.rules import verdict as rules
 from vexport.scores.readers.accepted import gate_contradictions, read_accepted_table
 from vexport.scores.readers.lm_eval import read_lm_eval
@@ -94,12 +95,12 @@ def decide(
         )
     )
     if left.harness != right.harness:
-        got = f"results of {right.harness}, and the baseline's are of {left.harness}"
-        fix = "evaluate both models with the same harness"
-        raise InputError(str(candidate), got=got, need="results of a single harness", fix=fix)
+        raise InputError.of(
+            result_rules.SEVERAL_HARNESSES, str(candidate), names=[right.harness, left.harness]
+        )
     repeated = _repeatability_text(left, "baseline", alpha)
     repeated += _repeatability_text(right, "candidate", alpha)
-    raise_all([*gate_contradictions(left.gates, gate)])
+    raise_all([*gate_contradictions(left.gates, gate, "gate", left.file)])
     names, missing = shared_tasks(left, right, (baseline, candidate), tasks)
     gates = gated_tasks(left.only(names), right.only(names), gate)
     stored = Margins.read(left.margin).only([gate.task for gate in gates])

@@ -4,38 +4,47 @@ from typing import ClassVar
 
 import torch
 
-from vexport.observers.base import RangeObserver
+from vexport.observers.base import Observer, Reduction
 from vexport.observers.search import Range
-from vexport.records.observer_names import AverageOptions, AverageSearchOptions
+from vexport.records.observer_names import AverageOptions, OptionValue
 
 
-class MemorylessMinMax(RangeObserver):
+class MemorylessMinMaxObserver(Observer):
     """Range of the last observed tensor [memoryless_minmax]."""
 
     registry_name = "memoryless_minmax"
 
 
-class StaticMinMax(RangeObserver):
+class StaticMinMaxObserver(Observer):
     """Running minimum and maximum over all observed tensors [static_minmax]."""
 
     registry_name = "static_minmax"
-    reduction = "extremes"
+    reduction: ClassVar[Reduction | None] = "extremes"
 
     def combine(self, old: Range, new: Range) -> Range:
         return torch.minimum(old[0], new[0]), torch.maximum(old[1], new[1])
 
 
-class MovingAverage(RangeObserver):
+class AveragingObserver(Observer):
     """Base class of observers that combine ranges in a moving average."""
 
-    reduction = "average"
-    options: AverageOptions | AverageSearchOptions
+    reduction: ClassVar[Reduction | None] = "average"
+    averaging_constant: float
+
+    @property
+    def avg_constant(self) -> float:
+        """The same as `averaging_constant`, under llm-compressor's name."""
+        return self.averaging_constant
+
+    @avg_constant.setter
+    def avg_constant(self, constant: float) -> None:
+        self.averaging_constant = constant
 
     def combine(self, old: Range, new: Range) -> Range:
-        return moving_average(old, new, self.options.averaging_constant)
+        return moving_average(old, new, self.averaging_constant)
 
 
-class MinMax(MovingAverage):
+class MinMaxObserver(AveragingObserver):
     """Moving average of minimum and maximum, `old * (1 - c) + new * c` [minmax].
 
     The first observation is used unchanged. `averaging_constant` 1.0 disables averaging.
@@ -43,6 +52,9 @@ class MinMax(MovingAverage):
 
     registry_name = "minmax"
     defaults: ClassVar[AverageOptions] = AverageOptions()
+
+    def configure(self, keywords: dict[str, OptionValue]) -> None:
+        self.averaging_constant = self.read(self.defaults, keywords).averaging_constant
 
 
 def moving_average(old: Range, new: Range, constant: float) -> Range:

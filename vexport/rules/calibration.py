@@ -139,7 +139,7 @@ TOKENIZER = Rule(
 TOKENIZER_CODE = Rule(
     "calibration/tokenizer-code",
     got="a tokenizer that needs Python code from the checkpoint",
-    do=_CODE,
+    do=f"{_CODE}; if a server reports the tokenizer, pass it with --tokenizer as well",
 )
 
 # The model.

@@ -7,8 +7,7 @@ _WITHOUT = "do not apply it (--no-apply-chat-template, or apply_chat_template: f
 TOKENIZER = Rule(
     "prompts/tokenizer",
     got="no tokenizer that transformers can read ({reason})",
-    need="tokenizer.json, or other files of the model's tokenizer",
-    do="copy the tokenizer's files from the source to the checkpoint",
+    do="copy tokenizer.json, or other files of the tokenizer, from the source to the checkpoint",
 )
 NO_TEMPLATE = Rule(
     "prompts/no-template",
@@ -17,7 +16,7 @@ NO_TEMPLATE = Rule(
 )
 NO_SUCH_TEMPLATE = Rule(
     "prompts/no-such-template",
-    got="no template with the name {name}",
+    got="the template name {name}",
     need="{names:or}",
     do="choose one (--chat-template NAME, or apply_chat_template: NAME in a scenario)",
 )
@@ -43,4 +42,10 @@ TOO_LONG = Rule(
     got="a prompt of {prompt:# token} and {new} to generate ({reason})",
     do="raise max_model_len (--max-model-len of a server), or lower --max-gen-toks (256 by "
     "default), --num-fewshot or (with --text) --text-tokens",
+)
+SHORT_CONTEXT = Rule(
+    "prompts/short-context",
+    got="a maximum sequence length of {limit}",
+    need="a longer one for rows of text",
+    do="raise max_model_len (--max-model-len of a server)",
 )

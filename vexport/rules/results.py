@@ -18,7 +18,7 @@ SEVERAL_HARNESSES = Rule(
     "results/several-harnesses",
     got="results of {names:and}",
     need="results of a single harness",
-    do="give the folder of a single harness",
+    do="give results of a single harness",
 )
 SEVERAL_MODELS = Rule(
     "results/several-models",
@@ -132,10 +132,4 @@ BASELINE_SCORES = Rule(
 BASELINE_MARGIN = Rule("results/baseline-margin", got="{value!r}", need="{need}", do=_RESTORE)
 BASELINE_GROUP = Rule(
     "results/baseline-group", got="{tasks!r}", need="tasks of this file", do=_RESTORE
-)
-BASELINE_GATE = Rule(
-    "results/baseline-gate",
-    got="{unit}={gate}",
-    need="{unit}={accepted}, as accepted",
-    do="leave it out, or accept the baseline again with this gate",
 )

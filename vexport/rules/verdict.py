@@ -6,6 +6,7 @@ _DO_MORE = "evaluate more documents, or accept a larger loss"
 _DO_OTHER_TASK = (
     "choose tasks that the baseline can do, in the prompt format that it was trained with"
 )
+_DO_CHECK = "run `vexport check` on it, or export it again"
 _DO_LONGER = "raise max_gen_toks until responses end by themselves, and evaluate again"
 _DO_LESS = (
     "keep the layers that lose most (`vexport explain sensitivity`), choose a scheme with more "
@@ -82,6 +83,22 @@ TEXT_NOT_SETTLED = Rule(
     "verdict/text-not-settled",
     got="{measures}{place} is not settled; {remedy}",
     do="read more rows of the text (--text-rows), or accept a larger loss",
+)
+NO_DRAFTS = Rule(
+    "verdict/no-drafts",
+    got="no draft in {prompts:# prompt}, so that no length can be compared",
+    do="give other text, or more (--text-rows)",
+)
+TEXT_TOKENS = Rule(
+    "verdict/text-tokens",
+    got="different tokens in row {row} of the text",
+    need="the baseline's tokenizer",
+    do=_DO_CHECK,
+)
+TEXT_NUMBERS = Rule(
+    "verdict/text-numbers",
+    got="log-probabilities that are not finite",
+    do=_DO_CHECK,
 )
 LATE_LOSS = Rule(
     "verdict/late-loss",

@@ -128,7 +128,9 @@ def _usable_tensors(
         tensor = parameters.get(name)
         if tensor is None and name in unread:
             continue
-        if tensor is None or not form.accepts(tensor):
+        if tensor is None or tensor.dtype not in form.dtypes:
+            return None
+        if tensor.shape != form.shape and (tensor.shape, form.shape) != ((), (1,)):
             return None
     if expected is None:
         return None

@@ -8,7 +8,6 @@ response), it is sent again, within limits of time and attempts.
 
 import json
 import os
-import re
 import threading
 import time
 from collections import Counter
@@ -68,7 +67,6 @@ _MAX_EQUAL_FAILURES = 3
 # Seconds between two lines about a server that does not respond.
 _RETRY_LINE_SECONDS = 30.0
 _MAX_SHOWN = 300
-_NO_SUCH_MODEL = re.compile(r"model\b.{0,200}\b(does not exist|not found)", re.IGNORECASE)
 # Maximum size of a response in bytes: a fixed part, and a part for each token of generated text or
 # of a prompt with 20 log-probabilities.
 _ANSWER_BYTES = 4 * MEBIBYTE
@@ -127,9 +125,10 @@ def require_address(url: str) -> None:
     except (ValueError, httpx.InvalidURL):
         has_host = False
     if not has_host:
-        raise InputError.of(rules.ADDRESS, clip(visible(url), 100))
+        raise InputError.of(rules.ADDRESS, clip(visible(url), 100), found="no host")
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise InputError.of(rules.MORE_THAN_ADDRESS, f"{parts.scheme}://{parts.hostname}")
+        where = f"{parts.scheme}://{parts.hostname}"
+        raise InputError.of(rules.ADDRESS, where, found="a password, a query or a fragment")
 
 
 def _ignore(line: str) -> None:
@@ -301,9 +300,6 @@ class Server:
         prompt = body["prompt"]
         new = body.get("max_tokens")
         assert isinstance(prompt, list)
-        if error.status == 404 and _NO_SUCH_MODEL.search(words):
-            known = self._describe_model(self.model)
-            return InputError.of(rules.MODEL, url, found=words, known=known)
         if error.status in NO_SUCH_PATH:
             return InputError.of(rules.NO_COMPLETIONS, url, reply=words)
         if error.status not in NO_KEY and is_too_long(str(error)):
@@ -314,9 +310,7 @@ class Server:
         return self._refused_request_error(purpose, error)
 
     def _refused_request_error(self, purpose: str, error: RefusedError) -> InputError:
-        rule = rules.REDIRECT if error.status < 400 else rules.REFUSED
-        if error.status in NO_KEY:
-            rule = rules.KEY
+        rule = rules.KEY if error.status in NO_KEY else rules.REFUSED
         reply = self._printable(str(error))
         return InputError.of(rule, self.endpoint.url, reply=reply, request=purpose)
 
@@ -353,8 +347,6 @@ class Server:
         except RefusedError as error:
             if self.endpoint.model and error.status >= 400:
                 return {self.endpoint.model: ModelCard(root="", max_model_len=None)}
-            if error.status < 400:
-                raise self._refused_request_error(MODELS, error) from None
             reply = self._printable(str(error))
             raise InputError.of(rules.NO_LIST, self.endpoint.url, reply=reply) from None
 
@@ -408,23 +400,17 @@ class Server:
                 if not failures:
                     deadline = min(now + seconds, ends or now + seconds)
                 failures["" if error.is_busy else error.kind] += 1
-                if failures[error.kind] >= _MAX_EQUAL_FAILURES and purpose not in self._answered:
-                    raise UnreachableError.of(
-                        rules.SAME_FAILURE,
-                        self.endpoint.url,
-                        request=purpose,
-                        times=_MAX_EQUAL_FAILURES,
-                        reason=words,
-                    ) from None
+                is_settled = purpose not in self._answered
+                is_settled &= failures[error.kind] >= _MAX_EQUAL_FAILURES
                 pause = min(max(wait, error.wait), _LONGEST_WAIT)
                 assert deadline is not None
-                if now + pause <= deadline:
+                if not is_settled and now + pause <= deadline:
                     self._report_retry(words, deadline - now)
                     if not self._stopped.wait(pause):
                         wait *= 2
                         continue
                 raise UnreachableError.of(
-                    rules.NO_RESPONSE, self.endpoint.url, reason=words
+                    rules.NO_RESPONSE, self.endpoint.url, request=purpose, reason=words
                 ) from None
             self._answered.add(purpose)
             return answer

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from vexport.calibration.data import load_tokenizer
 from vexport.engine.messages import SERVER, SessionRequest, SessionResult
 from vexport.engine.worker import input_problem, progress_reporter, run_worker
-from vexport.errors import InputError, VexportError
+from vexport.errors import VexportError
 from vexport.files import to_json
 from vexport.inference.drafts import count_drafts
 from vexport.inference.endpoint.model import EndpointModel
@@ -38,7 +38,6 @@ from vexport.inference.model import override_attribute
 from vexport.inference.stored_responses import open_stored_responses
 from vexport.inference.text_scores import write_text_scores
 from vexport.records import PROGRESS_DETAIL, OnProgress
-from vexport.rules import server as rules
 from vexport.version import __version__
 
 # Allowance for padding. Models may have more embedding rows than the tokenizer has tokens, to make
@@ -126,12 +125,7 @@ def _read_config_if_any(*names: object, **options: object) -> object:
 
 def _largest_vocabulary(request: SessionRequest) -> int:
     """Return an upper bound of the model's vocabulary: the tokenizer's size plus padding."""
-    try:
-        tokenizer = load_tokenizer(request.checkpoint, trust_remote_code=request.trust_tokenizer)
-    except InputError as error:
-        if request.trust_tokenizer or not request.trust_remote_code:
-            raise
-        raise InputError.of(rules.UNTRUSTED_TOKENIZER, error.where, reason=error.got) from None
+    tokenizer = load_tokenizer(request.checkpoint, trust_remote_code=request.trust_tokenizer)
     assert isinstance(tokenizer, Sized)
     known = len(tokenizer)
     return known + max(_MIN_PADDING, known // 4)

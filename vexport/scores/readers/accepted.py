@@ -28,6 +28,7 @@ from vexport.names import ACCEPTED_KEY
 from vexport.records import AcceptedBaseline
 from vexport.records.chosen_metric import Choice, direction_name, parse_chosen_metric
 from vexport.records.margin import Margins, MarginValue
+from vexport.rules import baseline
 from vexport.rules import results as rules
 from vexport.scores.endings import LETTERS, letter_of
 from vexport.scores.metrics import known_direction
@@ -249,13 +250,16 @@ def describe_accepted(path: Path, accepted: Accepted) -> AcceptedBaseline:
     return AcceptedBaseline(digest=digest_file(path)[:DIGITS], accepted=accepted.accepted)
 
 
-def gate_contradictions(accepted: Choice, gate: Choice) -> Iterator[InputError]:
-    """Yield an error for each chosen gate that differs from the accepted gate."""
+def gate_contradictions(
+    accepted: Choice, gate: Choice, where: str, file: Path
+) -> Iterator[InputError]:
+    """Yield an error for each chosen gate that differs from the accepted gate in `file`."""
     for name, chosen in gate.items():
         for unit, old in accepted.items():
             if name in (unit, "*") and not _agree(chosen, old):
+                value, stored = f"{unit}={chosen}", f"{unit}={old}"
                 yield InputError.of(
-                    rules.BASELINE_GATE, "gate", unit=unit, gate=chosen, accepted=old
+                    baseline.OTHER_SETTING, where, value=value, accepted=stored, file=file
                 )
 
 
