@@ -9,7 +9,8 @@ do helpers of tests. A data file counts as its package. These tests are selected
 
 - the folder of tests of each package with a changed file, or with a file that imports a changed one
 - files of tests that import an affected module
-- the tests of the whole repository, directly in `tests/`
+- the tests in `ALWAYS`, or all files directly in `tests/` if a file outside of vexport and the
+  tests changed, such as a document
 - all tests, if a file in `ALL` changed
 
 Tests with the markers `vllm` and `slow`, and tests that start lm-eval, run only if their own file
@@ -25,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ALL = ("pyproject.toml", "scripts/requirements.txt", "tests/conftest.py", "tests/__init__.py")
+ALWAYS = ("test_catalog.py", "test_documents.py", "test_layers.py", "test_security.py")
 # A module in a text, such as the target of a monkeypatch.
 _NAMED = re.compile(r"(?:vexport|tests)(?:\.\w+)+")
 
@@ -67,7 +69,9 @@ def select(changed: Iterable[Path]) -> list[Path]:
     folders = {Path("tests", *file.parts[1:2]) for file in changed | direct if len(file.parts) > 2}
     folders = {folder for folder in folders if (ROOT / folder).is_dir()}
     files = {modules[name] for name in _affected(names, imports, modules) if name in modules}
-    files |= {file for file in modules.values() if file.parent == Path("tests")}
+    is_inside = all(file.parts[0] in ("vexport", "tests") for file in changed)
+    whole = {file for file in modules.values() if file.parent == Path("tests")}
+    files |= {file for file in whole if file.name in ALWAYS or not is_inside}
     tests = {file for file in files if file.name.startswith("test_") and file.parts[0] == "tests"}
     return sorted(folders | {file for file in tests if folders.isdisjoint(file.parents)})
 

@@ -70,6 +70,12 @@ def listed(names: Sequence[str], word: str) -> str:
     return f"{', '.join(others)} {word} {last}" if others else last
 
 
+def first_and_more(names: Sequence[str]) -> str:
+    """Return `X`, or `X and 2 more` for three names."""
+    first, *others = names
+    return f"{first} and {len(others):,} more" if others else first
+
+
 def alternatives(names: Sequence[str]) -> str:
     """Return `X`, `X or Y`, or `X, Y or Z`."""
     return listed(names, "or")

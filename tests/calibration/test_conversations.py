@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.calibration.templates import ALL
 from vexport.calibration.conversations import (
-    RefusedTurnsError,
+    RowError,
     content_format,
     render_conversation,
     served_messages,
@@ -165,8 +165,9 @@ def test_prompts_equal_vllms(tokenizer: object) -> None:
             continue  # the former name of the role tool, which is read as tool
         if "error" in answer:
             assert "VLLMValidationError" in answer["error"]
-            with pytest.raises(RefusedTurnsError):
+            with pytest.raises(RowError) as caught:
                 render_conversation(tokenizer, template, conversation)  # type: ignore[arg-type]
+            assert caught.value.rule.id == "calibration/turns"
             continue
         if not any(
             message["role"] == "developer" for message in messages

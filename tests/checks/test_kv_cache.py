@@ -13,7 +13,7 @@ from tests.models import Good
 from tests.mutations.edits import QUANTIZATION, WHOLE, add, all_of, config, drop_if, spoiled
 from vexport.architectures import architecture_table
 from vexport.architectures.fusion import fuse
-from vexport.architectures.linears import is_attention
+from vexport.architectures.linears import Names, attention_layers
 from vexport.checks import check_checkpoint
 from vexport.records import Finding, Json, Severity
 
@@ -112,7 +112,11 @@ def test_layers_that_share_a_cache(good: Good, tmp_path: Path) -> None:
 def test_linear_attention_has_no_cache(architecture: str, leaves: str, expected: bool) -> None:
     table = architecture_table().architectures[architecture]
     (layer,) = fuse([f"model.layers.0.self_attn.{leaf}" for leaf in leaves.split()], table)
-    assert is_attention(layer, table) is expected
+    names = Names(
+        architecture=table, text={}, layers=1, experts_known=True, transposed_experts=False
+    )
+    rows = dict.fromkeys(layer.members)
+    assert bool(attention_layers([layer], rows, names, per_head=False)) is expected
 
 
 @pytest.mark.vllm

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vexport.cli.base import BarDisplay, PlainDisplay
+from vexport.cli.base import Display
 
 
 class Clock:
@@ -11,7 +11,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
         monkeypatch.setattr("vexport.cli.base.time.monotonic", lambda: self.seconds)
-        self.display = PlainDisplay()
+        self.display = Display(has_bars=False)
 
     def at(self, seconds: float, stage: str, done: int, total: int) -> None:
         """Report a stage at this time."""
@@ -50,26 +50,12 @@ def test_lines_of_details(
 
 def test_bar_of_a_repeated_stage_begins_again() -> None:
     """Each checkpoint of a command has the same stages."""
-    display = BarDisplay()
+    display = Display(has_bars=True)
     shown = []
     try:
         for done in (0, 3, 6, 0, 3):
             display("round weights (layers)", done, 6)
-            shown.append(display.bars.tasks[0].completed)
+            shown.append(display.progress.tasks[0].completed)
     finally:
         display.pause()
     assert shown == [0, 3, 6, 0, 3]
-
-
-def test_bar_shows_the_remaining_time() -> None:
-    """The first part does not count: it includes work that is done only once."""
-    display = BarDisplay()
-    shown = []
-    try:
-        for done in range(4):
-            display("round weights (layers)", done, 4)
-            shown.append(display.bars.tasks[0].fields["left"])
-    finally:
-        display.pause()
-    assert shown[:2] == ["", ""]
-    assert all(left.endswith(" left") for left in shown[2:])

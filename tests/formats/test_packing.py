@@ -99,8 +99,9 @@ def observed(scheme: Scheme, weight: torch.Tensor) -> QParamsDict:
 
     Scales of packed integers are rounded to their stored dtype.
     """
-    observer = load_observer("memoryless_minmax", "weight", scheme.args.weights).forward(weight)
-    qparams = observer.get_qparams()
+    observer = load_observer("memoryless_minmax", "weight", scheme.args.weights)
+    observer.observe(weight)
+    qparams = observer.qparams()
     if scheme.format.name == "pack-quantized":
         qparams["scale"] = qparams["scale"].to(weight.dtype)
     return qparams
@@ -344,8 +345,9 @@ def test_error_is_at_most_llm_compressors(scheme: str, observer: str) -> None:
         if format_ == "pack-quantized"
         else args.weights
     )
-    qparams = load_observer(observer, "weight", weights).forward(weight).get_qparams()
-    stored = pack(get_scheme(scheme), weight, scales_of(qparams))
+    searching = load_observer(observer, "weight", weights)
+    searching.observe(weight)
+    stored = pack(get_scheme(scheme), weight, scales_of(searching.qparams()))
     back = get_scheme(scheme).format.dequantize(args, stored).double()
     exact = weight.double()
     error = float((back - exact).square().sum() / exact.square().sum())

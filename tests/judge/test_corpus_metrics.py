@@ -21,6 +21,7 @@ from vexport.reports import render_verdicts
 from vexport.scores.aggregates import log_likelihood_table, tabulate
 from vexport.scores.readers.lm_eval import read_lm_eval
 
+pytestmark = pytest.mark.slow
 DOCUMENTS = 120
 Shown = TaskVerdict | Comparison
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.command import vexport
 from tests.models import write_calibration
+from tests.observers.named import load_observer
 from tests.texts import assert_raises
 from vexport.calibration.statistics import Statistics
 from vexport.observers import (
@@ -23,7 +24,6 @@ from vexport.observers import (
     Observer,
     StaticMinMaxObserver,
     fit_global_scale,
-    load_observer,
 )
 from vexport.observers.flatten import Tiles, flatten_for_calibration
 
@@ -73,7 +73,7 @@ class InPlace(MemorylessMinMaxObserver):
 class Called(MemorylessMinMaxObserver):
     """Observer with the whole signature of `forward`."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         observed: torch.Tensor,
         g_idx: torch.Tensor | None = None,
@@ -88,8 +88,8 @@ class Called(MemorylessMinMaxObserver):
 class CalledWithAll(MemorylessMinMaxObserver):
     """Observer that passes all arguments on."""
 
-    def forward(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
-        answer = super().forward(*args, **kwargs)  # type: ignore[call-overload]
+    def forward(self, *args: object, **kwargs: object) -> object:
+        answer = super().forward(*args, **kwargs)  # type: ignore[arg-type]
         shrink(self)
         return answer
 
@@ -97,7 +97,7 @@ class CalledWithAll(MemorylessMinMaxObserver):
 class CalledForScales(MemorylessMinMaxObserver):
     """Observer that changes the range only if it is asked for scales."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         observed: torch.Tensor,
         g_idx: torch.Tensor | None = None,
@@ -121,8 +121,8 @@ class CalledWithoutAnswer(MemorylessMinMaxObserver):
 class Outside(MemorylessMinMaxObserver):
     """Observer that changes the range after the whole call."""
 
-    def __call__(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
-        answer = super().__call__(*args, **kwargs)  # type: ignore[call-overload]
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        answer = super().__call__(*args, **kwargs)  # type: ignore[arg-type]
         shrink(self)
         return answer
 
@@ -229,7 +229,7 @@ def test_unchanged_range_keeps_the_search(name: str, args: QuantizationArgs) -> 
         looked.append(float(self.max_vals.amax()))
 
     def forward(self: Observer, *args: object, **kwargs: object) -> object:
-        answer = kind.forward(self, *args, **kwargs)  # type: ignore[call-overload]
+        answer = kind.forward(self, *args, **kwargs)  # type: ignore[arg-type]
         looked.append(float(self.max_vals.amax()))
         return answer
 
@@ -404,6 +404,7 @@ def test_changed_range_from_the_command(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     text = write_calibration(tmp_path / "text.jsonl", rows=1)
     options = ["--scheme", scheme, "--rounding", "nearest", "--no-verify"]
+    options.append("--trust-remote-code")
     if scheme in ("FP8", "NVFP4"):
         options += ["--calibration", str(text), "--samples", "1"]
     names = {"whole": "memoryless_minmax", "a": "clipping:Clipped", "b": "clipping:Passing"}

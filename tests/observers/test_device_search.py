@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.forked import finish, start
+from tests.observers.named import load_observer
 from tests.observers.test_search_kernels import (
     IMATRIX_SHRINKS,
     INT4,
@@ -27,7 +28,7 @@ from vexport.numerics.number_formats import (
     E8M0,
     FLOAT16,
 )
-from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer, search
+from vexport.observers import IMatrixMSEObserver, Importance, Observer, search
 from vexport.observers import device_search as by_torch
 from vexport.observers.mse import fit_global_scale
 from vexport.observers.search import CANDIDATE_SLACK, Search

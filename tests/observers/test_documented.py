@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.observers.named import load_observer
 from tests.texts import assert_raises
 from vexport.formats.arguments import QuantArgs
 from vexport.observers import (
@@ -20,7 +21,6 @@ from vexport.observers import (
     Observer,
     fit_global_scale,
     lerp,
-    load_observer,
 )
 
 TENSOR = QuantArgs(num_bits=8, type="int", strategy="tensor")
@@ -120,20 +120,21 @@ class HalvedAlong(Observer):
 class HalvedQParams(Observer):
     """Observer that overrides the older `get_qparams`."""
 
-    def get_qparams(  # type: ignore[override]
+    def get_qparams(
         self,
         observed: torch.Tensor | None = None,
         g_idx: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
     ) -> Pair:
         assert observed is not None
-        return super().get_qparams(observed / 2, g_idx, global_scale)
+        pair: Pair = super().get_qparams(observed / 2, g_idx, global_scale)
+        return pair
 
 
 class HalvedForward(Observer):
     """Observer that overrides the call, with the older signature."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         observed: torch.Tensor,
         g_idx: torch.Tensor | None = None,
@@ -142,7 +143,8 @@ class HalvedForward(Observer):
     ) -> Pair | torch.Tensor:
         if should_calculate_gparam:
             return self.get_gparam(observed / 2)
-        return self.get_qparams(observed / 2, g_idx, global_scale)
+        pair: Pair = self.get_qparams(observed / 2, g_idx, global_scale)
+        return pair
 
 
 class HalvedStatistics(Observer):

@@ -8,6 +8,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_qparams
 
+from tests.observers.named import load_observer
 from tests.texts import assert_raises
 from vexport.formats.arguments import QuantArgs
 from vexport.observers import (
@@ -18,7 +19,6 @@ from vexport.observers import (
     Observer,
     flatten_for_calibration,
     get_observer_token_count,
-    load_observer,
 )
 from vexport.observers.search import Search, block_scales
 

@@ -11,7 +11,7 @@ from tests.forked import finish, start
 from tests.texts import assert_raises
 from vexport.formats.arguments import QuantArgs
 from vexport.observers import IMatrixMSEObserver, Observer
-from vexport.observers.older import reduce_values
+from vexport.observers.llmcompressor.older import reduce_values
 
 RANKS = 2
 TENSOR = QuantArgs(num_bits=8, type="float", strategy="tensor")

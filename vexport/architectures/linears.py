@@ -234,7 +234,7 @@ def _stacked_experts(tensor: TensorInfo, names: Names) -> Iterator[LinearPlan]:
 
 
 def attention_layers(
-    rows: Mapping[str, int | None], names: Names, *, per_head: bool
+    layers: Iterable[FusedLayer], rows: Mapping[str, int | None], names: Names, *, per_head: bool
 ) -> tuple[AttentionLayer, ...]:
     """Return the attention layers of the decoder, for which KV cache scales can be stored.
 
@@ -244,11 +244,17 @@ def attention_layers(
     return tuple(
         AttentionLayer(
             name=linear.rpartition(".")[0],
-            heads=kv_heads(linear, out_features, names.text) if per_head else None,
+            heads=kv_heads(linear, rows[linear], names.text) if per_head else None,
         )
-        for linear, out_features in rows.items()
-        if is_key_projection(linear, names)
+        for linear in key_projections(layers, names)
     )
+
+
+def key_projections(layers: Iterable[FusedLayer], names: Names) -> Iterator[str]:
+    """Yield the linear layers of the decoder that output the keys of attention with a KV cache."""
+    for layer in layers:
+        if is_attention(layer, names.architecture):
+            yield from (member for member in layer.members if is_key_projection(member, names))
 
 
 def is_key_projection(linear: str, names: Names) -> bool:

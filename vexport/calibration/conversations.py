@@ -15,17 +15,18 @@ A test compares `served_messages` with vLLM.
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Literal, Protocol
 
 from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vexport.errors import first_line
 from vexport.records.patterns import TEMPLATE_BYTES, TEMPLATE_SECONDS, memory_limit, time_limit
+from vexport.rules import calibration as rules
+from vexport.rules.book import Rule
 
 Message = Mapping[str, object]
 ContentFormat = Literal["string", "openai"]
@@ -59,18 +60,20 @@ _MEDIA_PART = re.compile(
 )
 # Clients put this line into system prompts. vLLM removes it, because it differs in every request.
 _BILLING_HEADER = "x-anthropic-billing-header"
-# Replaces tool calls and their results in a second rendering. If the text stays the same, the
-# template does not show them.
-_PROBE = "vexport_probe"
-TOOLS, CALLS, RESULTS = "tools", "tool_calls", "results of tools"
+# Parts of a conversation that may be missing in its text.
+TOOLS, CALLS, RESULTS, ARGUMENTS = "tools", "tool_calls", "results of tools", "arguments"
 
 
-class MultimodalRowError(ValueError):
-    """A row with an image, a video or sound, which calibration of the language model cannot use."""
+class RowError(ValueError):
+    """A row that calibration cannot use, and the rule that it breaks.
 
+    Rows with an image, a video or sound break NO_TEXT. They are skipped.
+    """
 
-class RefusedTurnsError(ValueError):
-    """Turns that the chat template rejects. A server would reject these turns, too."""
+    def __init__(self, reason: str, rule: Rule = rules.ROW) -> None:
+        self.reason = reason
+        self.rule = rule
+        super().__init__(reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +95,7 @@ class ChatTokenizer(Protocol):
 def served_messages(messages: Sequence[Message], template: str) -> list[Message]:
     """Return the messages that vLLM passes to this chat template for the messages of a request.
 
-    Raises ValueError if vLLM would refuse the request, and MultimodalRowError for content that is
-    not text.
+    Raises RowError if vLLM would refuse the request, or for content that is not text.
     """
     is_openai = content_format(template) == "openai"
     served = [_served_message(message, is_openai=is_openai) for message in messages]
@@ -106,8 +108,8 @@ def served_messages(messages: Sequence[Message], template: str) -> list[Message]
 def render_conversation(tokenizer: ChatTokenizer, template: str, conversation: Conversation) -> str:
     """Return the text of a conversation.
 
-    Raises RefusedTurnsError with the reason if the template refuses the conversation. A chat
-    template is a program from the checkpoint, so its time and memory are limited.
+    Raises RowError with the reason if the template refuses the conversation, as a server would. A
+    chat template is a program from the checkpoint, so its time and memory are limited.
     """
     messages = served_messages(conversation.messages, template)
     try:
@@ -122,36 +124,35 @@ def render_conversation(tokenizer: ChatTokenizer, template: str, conversation: C
         reason = f"it needs more than {TEMPLATE_BYTES >> 30} GB of memory"
     except Exception as error:
         reason = first_line(error)
-    raise RefusedTurnsError(f"turns that the chat template refuses ({reason})")
+    raise RowError(f"turns that the chat template refuses ({reason})", rules.TURNS)
 
 
 def unrendered_parts(
     conversation: Conversation, text: str, render: Callable[[Conversation], str]
 ) -> Iterator[str]:
-    """Yield TOOLS, CALLS or RESULTS for each part of a conversation that `text` does not show.
+    """Yield each part of a conversation that `text`, the rendered conversation, does not show.
 
-    `text` is the rendered conversation. To test a part, the part is changed and the conversation is
-    rendered again. The template shows the part if the text changes or if the rendering fails.
+    To test a part, the conversation is rendered without it. The template shows the part if the text
+    changes or if the rendering fails.
     """
-    for part, changed in (
+    for part, other in (
         (TOOLS, replace(conversation, tools=())),
-        (
-            CALLS,
-            replace(conversation, messages=tuple(map(_with_probe_calls, conversation.messages))),
-        ),
-        (
-            RESULTS,
-            replace(conversation, messages=tuple(map(_with_probe_result, conversation.messages))),
-        ),
+        (CALLS, _without(conversation, "assistant", "tool_calls")),
+        (RESULTS, _without(conversation, "tool", "content")),
     ):
-        if changed == conversation:
-            continue
-        try:
-            is_same = render(changed) == text
-        except RefusedTurnsError:
-            is_same = False
-        if is_same:
-            yield part
+        with suppress(RowError):
+            if other != conversation and render(other) == text:
+                yield part
+    if any(None in map(arguments_of, _calls(message)) for message in conversation.messages):
+        yield ARGUMENTS
+
+
+def _without(conversation: Conversation, role: str, key: str) -> Conversation:
+    messages = (
+        message if message["role"] != role or not message.get(key) else {**message, key: None}
+        for message in conversation.messages
+    )
+    return replace(conversation, messages=tuple(messages))
 
 
 def media_of_part(part: Mapping[str, object]) -> str | None:
@@ -201,8 +202,7 @@ def _served_message(message: Message, *, is_openai: bool) -> Message:
 def _calls_and_reasoning(message: Message) -> Message:
     """Return the tool calls and the reasoning of an assistant's message."""
     served: dict[str, object] = {}
-    calls = message.get("tool_calls")
-    if isinstance(calls, Sequence) and calls:
+    if calls := _calls(message):
         served["tool_calls"] = [_served_call(call) for call in calls]
     reasoning = message.get("reasoning")
     reasoning = message.get("reasoning_content") if reasoning is None else reasoning
@@ -221,18 +221,18 @@ def _text_parts(message: Message, *, is_openai: bool) -> Iterator[Message]:
     if content is None:
         return
     if not isinstance(content, Sequence):
-        raise ValueError(
+        raise RowError(
             f"a content of type {type(content).__name__} instead of text or a list of parts"
         )
     for part in [content] if isinstance(content, str) else content:
         if isinstance(part, str):
             yield {"type": "text", "text": part}
         elif not isinstance(part, Mapping):
-            raise ValueError(
+            raise RowError(
                 f"a content part of type {type(part).__name__} instead of text or an object"
             )
         elif media := media_of_part(part):
-            raise MultimodalRowError(media)
+            raise RowError(media, rules.NO_TEXT)
         elif part.get("type") == "tool_reference":
             yield {"type": "tool_reference", "name": part.get("name")}
         elif (text := _text_of_part(part)) is not None:
@@ -250,10 +250,10 @@ def _text_of_part(part: Message) -> str | None:
     if kind is None and "text" in part:
         kind = "text"
     if not isinstance(kind, str) or kind not in _TEXT_OF_PART:
-        raise ValueError(f"a content part of type {kind!r} instead of {', '.join(_TEXT_OF_PART)}")
+        raise RowError(f"a content part of type {kind!r} instead of {', '.join(_TEXT_OF_PART)}")
     text = part.get(_TEXT_OF_PART[kind])
     if text is not None and not isinstance(text, str):
-        raise ValueError(
+        raise RowError(
             f"a content part with {_TEXT_OF_PART[kind]} of type {type(text).__name__}, not text"
         )
     return text
@@ -274,25 +274,31 @@ def _without_billing_header(parts: Sequence[Message]) -> Iterator[Message]:
             yield {**part, "text": rest}
 
 
-def _served_call(call: object) -> Message:
+def _calls(message: Message) -> Sequence[Mapping[str, object]]:
+    calls = message.get("tool_calls")
+    return calls if message["role"] == "assistant" and isinstance(calls, Sequence) else ()
+
+
+def _served_call(call: Mapping[str, object]) -> Message:
     """Return a tool call with its arguments as an object, as templates expect.
 
     Arguments that are not a JSON object become an empty object, as in vLLM.
     """
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        raise ValueError("a tool call that is not an object with a function")
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        raise RowError("a tool call that is not an object with a function")
     if call.get("type", "function") != "function":
-        raise ValueError(f"a tool call of type {call.get('type')!r} instead of function")
-    return {**call, "function": {**function, "arguments": arguments_of(function) or {}}}
+        raise RowError(f"a tool call of type {call.get('type')!r} instead of function")
+    return {**call, "function": {**function, "arguments": arguments_of(call) or {}}}
 
 
-def arguments_of(function: Mapping[str, object]) -> Mapping[str, object] | None:
+def arguments_of(call: Mapping[str, object]) -> Mapping[str, object] | None:
     """Return the arguments of a call as an object.
 
     Returns None if the arguments are neither an object nor the JSON text of an object.
     """
-    arguments = function.get("arguments")
+    function = call.get("function")
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not arguments:
         return {}
     if isinstance(arguments, str):
@@ -327,33 +333,6 @@ def _with_single_system_message(messages: Sequence[Message]) -> list[Message]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
 
-def _with_probe_calls(message: Message) -> Message:
-    calls = message.get("tool_calls")
-    if message["role"] != "assistant" or not isinstance(calls, Sequence) or not calls:
-        return message
-    other = {"name": _PROBE, "arguments": {_PROBE: _PROBE}}
-    return {**message, "tool_calls": [{**call, "function": other} for call in calls]}
-
-
-def _with_probe_result(message: Message) -> Message:
-    return {**message, "content": _PROBE} if message["role"] == "tool" else message
-
-
-class _Generation(Extension):
-    """Block `generation` in templates for training. transformers supports it."""
-
-    tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Return the statements inside the block, so that the block itself has no effect."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _UnsupportedAssignmentError(ValueError):
-    """A template that assigns to something other than a name. vLLM cannot analyze it, either."""
-
-
 @lru_cache(maxsize=32)
 def content_format(template: str) -> ContentFormat:
     """Return `openai` if a template loops over the parts of a message's content, otherwise
@@ -362,12 +341,11 @@ def content_format(template: str) -> ContentFormat:
     vLLM decides this by the template's syntax tree. The result is also `string` if vLLM cannot
     parse or analyze the template.
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    environment = _compile_jinja_template("").environment
     try:
-        root = environment.parse(template)
-        return "openai" if _loops_over_content(root) else "string"
+        return "openai" if _loops_over_content(environment.parse(template)) else "string"
     except Exception:  # rendering reports errors in the template
         return "string"
 
@@ -376,87 +354,62 @@ def _loops_over_content(root: nodes.Template) -> bool:
     """Return True if a loop iterates over `message.content`, or over a macro's parameter
     that receives it.
     """
+    lists = _aliases(root, _variable("messages"))
     loops = list(root.find_all(nodes.For))
-    lists_of_messages = _names_of(root, "messages")
-    items = [
-        _name(loop.target)
-        for loop in loops
-        if any(_is_reference(loop.iter, variable) for variable in lists_of_messages)
-    ]
-    in_macros = _loops_in_macros(root, items)
+    items = [_variable(_name(loop.target)) for loop in loops if _bare(loop.iter) in lists]
+    contents: list[nodes.Node | None] = []
+    for item in items:
+        contents.append(nodes.Getattr(item, "content", "load"))
+        contents.append(nodes.Getitem(item, nodes.Const("content"), "load"))
+    names = {id(loop): [_variable("content")] for loop in loops}
+    for macro in root.find_all(nodes.Macro):
+        parameters = list(map(_variable, _parameters_with(contents, macro, root)))
+        names |= {id(loop): parameters for loop in macro.find_all(nodes.For)}
     for loop in loops:
-        if any(_is_reference(loop.iter, item, "content") for item in items):
-            return _name(loop.target) != ""
-        parameters = in_macros.get(id(loop))
-        if isinstance(loop.iter, nodes.Name) and loop.iter.name in (
-            ("content",) if parameters is None else parameters
-        ):
-            return _name(loop.target) != ""
+        if _bare(loop.iter) in contents or loop.iter in names[id(loop)]:
+            return bool(_name(loop.target))
     return False
 
 
-def _loops_in_macros(root: nodes.Template, items: Sequence[str]) -> Mapping[int, set[str]]:
-    """Return, for each loop inside a macro, the macro's parameters that receive
-    a message's content.
-    """
-    found: dict[int, set[str]] = {}
-    calls = [call for call in root.find_all(nodes.Call) if isinstance(call.node, nodes.Name)]
-    for macro in root.find_all(nodes.Macro):
-        names = [argument.name for argument in macro.args]
-        given: set[str] = set()
-        for call in calls:
-            if not isinstance(call.node, nodes.Name) or call.node.name != macro.name:
-                continue
-            values = [
-                *zip(names, call.args, strict=False),
-                *((pair.key, pair.value) for pair in call.kwargs),
-            ]
-            given |= {
-                name
-                for name, value in values
-                if name in names and any(_is_reference(value, item, "content") for item in items)
-            }
-        for loop in macro.find_all(nodes.For):
-            found[id(loop)] = given or found.get(id(loop), set())
-    return found
+def _parameters_with(
+    values: Sequence[nodes.Node | None], macro: nodes.Macro, root: nodes.Template
+) -> Iterator[str]:
+    """Yield the parameters of a macro that receive one of the values in any call."""
+    parameters = [argument.name for argument in macro.args]
+    for call in root.find_all(nodes.Call):
+        if call.node != _variable(macro.name):
+            continue
+        named = ((pair.key, pair.value) for pair in call.kwargs)
+        for name, value in chain(zip(parameters, call.args, strict=False), named):
+            if _bare(value) in values:
+                yield name
 
 
-def _names_of(root: nodes.Template, variable: str) -> list[str]:
-    """Return a variable, and the names to which it is assigned, also sliced or filtered."""
-    names = [variable]
-    for name in names:  # the list grows during the loop
+def _aliases(root: nodes.Template, variable: nodes.Name) -> Sequence[nodes.Node | None]:
+    """Return a variable, and the variables to which it is assigned, also sliced or filtered."""
+    variables = [variable]
+    for each in variables:  # the list grows during the loop
         for assignment in root.find_all(nodes.Assign):
-            if (
-                _is_reference(assignment.node, name)
-                and (target := _name(assignment.target)) not in names
-            ):
-                names.append(target)
-    return names
+            if _bare(assignment.node) == each:
+                target = _variable(_name(assignment.target))
+                variables += [target] if target not in variables else []
+    return variables
+
+
+def _variable(name: str) -> nodes.Name:
+    return nodes.Name(name, "load")
 
 
 def _name(node: nodes.Node) -> str:
-    if not isinstance(node, nodes.Name):
-        raise _UnsupportedAssignmentError(type(node).__name__)
+    """Return the name of a variable. vLLM cannot analyze assignments to anything else, either."""
+    assert isinstance(node, nodes.Name)
     return node.name
 
 
-def _is_reference(node: nodes.Node | None, variable: str, key: str | None = None) -> bool:
-    """Return True if an expression is a variable, or its `key`.
-
-    Filters, tests and slices around the variable are ignored.
-    """
+def _bare(node: nodes.Node | None) -> nodes.Node | None:
+    """Return an expression without filters, tests and slices around it."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):
         node = node.node
-    if key is not None:
-        if isinstance(node, nodes.Getitem):
-            is_key = isinstance(node.arg, nodes.Const) and node.arg.value == key
-        elif isinstance(node, nodes.Getattr):
-            is_key = node.attr == key
-        else:
-            return False
-        if not is_key:
-            return False
-        node = node.node
-    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == variable
+    return node

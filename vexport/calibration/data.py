@@ -2,35 +2,29 @@
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from vexport import foreign
 from vexport.calibration.conversations import (
+    ARGUMENTS,
     CALLS,
     RESULTS,
     TOOLS,
     ChatTokenizer,
     Conversation,
-    MultimodalRowError,
-    RefusedTurnsError,
-    arguments_of,
+    RowError,
     render_conversation,
     unrendered_parts,
 )
-from vexport.calibration.file_rows import RawRow, content_of, encoding_error, json_problem
+from vexport.calibration.file_rows import RawRow, content_of
 from vexport.calibration.folders import notes_on_folder
-from vexport.calibration.rows import (
-    Row,
-    UnknownFormError,
-    read_row,
-    texts_of_turns,
-)
+from vexport.calibration.rows import Row, read_row, texts_of_turns
 from vexport.calibration.sources import raw_rows
 from vexport.calibration.splits import TEXT, data_suffix
 from vexport.checkpoint.chat_template import DEFAULT as DEFAULT_TEMPLATE
@@ -42,7 +36,6 @@ from vexport.files import digest_bytes, read_json_object
 from vexport.records import CalibrationData
 from vexport.records.values import join_limited, plural
 from vexport.rules import calibration as rules
-from vexport.rules.book import Rule
 
 # Maximum number of characters to tokenize per needed token. Long texts are cut before tokenizing,
 # because samples contain only their first tokens.
@@ -54,6 +47,8 @@ TEMPLATE_TOKENS = 32
 MAX_BROKEN_ROWS, MAX_MULTIMODAL_ROWS = 10, 10_000
 # Maximum number of columns that a note names.
 MAX_NAMED_COLUMNS = 4
+# Number of rows that are searched for conversations.
+FIRST_ROWS = 10
 # The template that transformers uses for conversations with tools if the tokenizer has several.
 TOOL_TEMPLATE = "tool_use"
 # _MEDIA_ID matches keys of config.json whose values are the ids of tokens for images, video or
@@ -62,6 +57,18 @@ _MEDIA_ID = re.compile(r"(image|img|video|vision|audio|speech|media|boi|eoi|boa|
 _MEDIA_TOKEN = re.compile(
     r"[<\[].*(image|img|video|vision|audio|speech|media_|pixel).*[>\]]", re.IGNORECASE
 )
+
+# Notes on the parts of conversations that are not rendered.
+_UNRENDERED = (
+    "the chat template does not render the {part} of {rows}; the calibration text is without the "
+    "{part}"
+)
+_NOTES: Mapping[str, str] = {
+    **dict.fromkeys((CALLS, TOOLS, RESULTS), _UNRENDERED),
+    ARGUMENTS: "{rows} with tool_calls whose arguments are not a JSON object; rendered without "
+    "arguments, as in vLLM",
+}
+T = TypeVar("T")
 
 
 class Tokenizer(ChatTokenizer, Protocol):
@@ -163,18 +170,19 @@ def _mixed(parts: Sequence[Samples]) -> Samples:
     """Return the samples of several data sets in one order, so that each is spread evenly."""
     if len(parts) == 1:
         return parts[0]
-    order = sorted(
-        ((place + 0.5) / len(part.rows), number, place)
+    whole = Samples(
+        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
+        rows=tuple(chain.from_iterable(part.rows for part in parts)),
+        data=", ".join(f"{part.data} ({plural(len(part.rows), 'sample')})" for part in parts),
+        origins=tuple(part.data for part in parts for _ in part.rows),
+        notes=tuple(chain.from_iterable(part.notes for part in parts)),
+    )
+    shares = [
+        ((place + 0.5) / len(part.rows), number)
         for number, part in enumerate(parts)
         for place in range(len(part.rows))
-    )
-    return Samples(
-        token_ids=tuple(parts[number].token_ids[place] for _, number, place in order),
-        rows=tuple(parts[number].rows[place] for _, number, place in order),
-        data=", ".join(f"{part.data} ({plural(len(part.rows), 'sample')})" for part in parts),
-        origins=tuple(parts[number].data for _, number, _ in order),
-        notes=tuple(note for part in parts for note in part.notes),
-    )
+    ]
+    return whole.select(sorted(range(len(shares)), key=shares.__getitem__))
 
 
 def require_rows(data: CalibrationData) -> None:
@@ -186,58 +194,19 @@ def require_rows(data: CalibrationData) -> None:
     """
     if parse_data(data.name).kind != "path":
         return
-    broken = _BrokenRows()
-    rows = raw_rows(data)
-    first = list(islice(rows, 1))
-    size = _SampleSize(data, packs=_packs(data, first))
-    number = 0
-    multimodal = 0
-    for raw in chain(first, rows):
-        number += 1
-        try:
-            row = read_row(content_of(raw), data.column)
-        except MultimodalRowError:
-            multimodal += 1
-            if multimodal == number == MAX_MULTIMODAL_ROWS:
-                return
-        except (ValueError, RecursionError) as error:
-            broken.add(raw.place, error)
-            if broken.number == MAX_BROKEN_ROWS:
-                break
-        else:
-            size.add(row)
-            if size.is_enough:
-                break
-    raise_all(broken.errors() if number else [_no_rows_error(data.name)])
+    reader = _RowReader(data)
+    needed = data.samples * data.seq_len if reader.packs else data.samples
+    for row in reader.read():
+        needed -= _most_tokens(row) if reader.packs else 1
+        if needed <= 0:
+            break
+    raise_all(reader.errors() if reader.number else [_no_rows_error(data.name)])
 
 
-class _SampleSize:
-    """Counts rows until they are certainly enough for the samples, without a tokenizer."""
-
-    def __init__(self, data: CalibrationData, *, packs: bool) -> None:
-        self._packs = packs
-        self._needed = data.samples * data.seq_len if packs else data.samples
-        self._counted = 0
-
-    @property
-    def is_enough(self) -> bool:
-        """Return True if `read_samples` would not read further rows."""
-        return self._counted >= self._needed
-
-    def add(self, row: Row) -> None:
-        """Add a row. If rows are packed, it counts with the most tokens that it can have."""
-        if not self._packs:
-            self._counted += 1
-            return
-        of_texts = sum(len(text.encode()) + TEMPLATE_TOKENS for text in row.texts())
-        self._counted += len(row.ids or ()) + of_texts
-
-
-def _packs(data: CalibrationData, first: Sequence[RawRow]) -> bool:
-    """Return True if rows are concatenated: if `data` requires it, or for paragraphs of a text."""
-    file = parse_data(data.name).path
-    is_text = data_suffix(file) in TEXT and bool(first) and isinstance(first[0].content, dict)
-    return is_text if data.pack is None else data.pack
+def _most_tokens(row: Row) -> int:
+    """Return the maximum number of tokens of a row, without a tokenizer."""
+    of_texts = sum(len(text.encode()) + TEMPLATE_TOKENS for text in row.texts())
+    return of_texts if row.ids is None else len(row.ids)
 
 
 def has_conversations(data: CalibrationData) -> bool:
@@ -248,14 +217,7 @@ def has_conversations(data: CalibrationData) -> bool:
     """
     if parse_data(data.name).kind != "path" or not data.chat_template:
         return False
-    for raw in islice(raw_rows(data), MAX_BROKEN_ROWS):
-        try:
-            row = read_row(content_of(raw), data.column)
-        except (ValueError, RecursionError):  # `read_samples` reports these rows
-            continue
-        if _needs_chat_template(row):
-            return True
-    return False
+    return any(_needs_chat_template(row) for row in islice(_RowReader(data).read(), FIRST_ROWS))
 
 
 def require_chat_template(root: Path, text: str, *, name: str) -> None:
@@ -269,7 +231,7 @@ def require_chat_template(root: Path, text: str, *, name: str) -> None:
 
 def _needs_chat_template(row: Row) -> bool:
     """Return True if a model without a chat template cannot use the row."""
-    return row.conversation is not None and row.plain_text is None
+    return row.conversation is not None and row.text is None
 
 
 def _no_chat_template_error(model: str, text: str) -> InputError:
@@ -289,20 +251,9 @@ def first_texts(data: CalibrationData, limit: int) -> list[str]:
     Each text is cut to CHARACTERS_PER_TOKEN characters for each token of a sample. Conversations
     and rows of token ids are skipped.
     """
-    return [
-        text[: CHARACTERS_PER_TOKEN * data.seq_len] for text in islice(_plain_texts(data), limit)
-    ]
-
-
-def _plain_texts(data: CalibrationData) -> Iterator[str]:
-    """Yield the texts of plain-text rows. Skip broken rows: `read_samples` reports them."""
-    for raw in raw_rows(data):
-        try:
-            row = read_row(content_of(raw), data.column)
-        except (ValueError, RecursionError):
-            continue
-        if row.text is not None:
-            yield row.text
+    rows = (row for row in _RowReader(data).read() if row.conversation is None)
+    texts = (row.text for row in rows if row.text is not None)
+    return [text[: CHARACTERS_PER_TOKEN * data.seq_len] for text in islice(texts, limit)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,54 +269,62 @@ class _Tokens:
     start: Sequence[int] = ()
 
 
-class _BrokenRows:
-    """Collects the problems of broken rows, with the places of the rows."""
+class _RowReader:
+    """Reads the rows of a data set, and collects the errors of rows that cannot be used."""
 
-    def __init__(self) -> None:
+    def __init__(self, data: CalibrationData) -> None:
         self.number = 0
-        self._problems: dict[str, _RowProblem] = {}
+        self._data = data
+        # Places and reasons of rows with the same fault.
+        self._faults = defaultdict[tuple[str, str], list[tuple[str, RowError]]](list)
+        rows = raw_rows(data)
+        first = list(islice(rows, 1))
+        self._raw = chain(first, rows)
+        is_prose = data_suffix(parse_data(data.name).path) in TEXT
+        is_text = is_prose and bool(first) and isinstance(first[0].content, dict)
+        self.packs = is_text if data.pack is None else data.pack
 
-    def add(self, place: str, error: ValueError | RecursionError) -> None:
-        """Add a row that could not be read. Raise InputError if the file is not UTF-8."""
-        if isinstance(error, UnicodeDecodeError):
-            raise encoding_error(place, error) from None
-        reason, rule = str(error), rules.ROW
-        if isinstance(error, json.JSONDecodeError | RecursionError):
-            reason = json_problem(error)
-        # All rows with invalid JSON share one error, whatever the parser's message is.
-        kind = reason
-        if isinstance(error, json.JSONDecodeError):
-            kind, rule = "invalid JSON", rules.JSON_ROW
-        elif isinstance(error, RefusedTurnsError):
-            rule = rules.TURNS
-        elif isinstance(error, UnknownFormError):
-            rule = rules.ROW_FORM
-        problem = _RowProblem(rule=rule, reason=reason, places=[])
-        self._problems.setdefault(kind, problem).places.append(place)
-        self.number += 1
+    def read(self) -> Iterator[Row]:
+        """Yield each valid row, until there are too many other rows."""
+        return self.converted(lambda _, row: row)
+
+    def converted(self, convert: Callable[[RawRow, Row], T]) -> Iterator[T]:
+        """Yield the result of `convert` for each valid row. `convert` may raise RowError."""
+        broken = 0
+        for number, raw in enumerate(self._raw, start=1):
+            self.number = number
+            try:
+                yield convert(raw, read_row(content_of(raw), self._data.column))
+                continue
+            except RowError as problem:
+                error = problem
+            except RecursionError:
+                error = RowError("JSON nested too deeply")
+            # All rows with invalid JSON share an error, and all rows with images a note.
+            is_shared = error.rule in (rules.JSON_ROW, rules.NO_TEXT)
+            kind = (error.rule.id, "" if is_shared else error.reason)
+            self._faults[kind].append((raw.place, error))
+            broken += error.rule is not rules.NO_TEXT
+            only_media = not broken and self.number == len(self.multimodal)
+            if broken == MAX_BROKEN_ROWS or (only_media and self.number == MAX_MULTIMODAL_ROWS):
+                return
+
+    @property
+    def multimodal(self) -> Sequence[tuple[str, RowError]]:
+        """Return the places and errors of rows with an image, a video or sound."""
+        return self._faults.get((rules.NO_TEXT.id, ""), ())
 
     def errors(self) -> list[InputError]:
-        """Return an error for each problem, with the first row that has the problem."""
+        """Return an error for each fault, with the first row that has the fault."""
         return [
-            InputError.of(each.rule, _row_places(each.places), reason=each.reason)
-            for each in self._problems.values()
+            InputError.of(rows[0][1].rule, _row_places(rows), reason=rows[0][1].reason)
+            for rows in self._faults.values()
+            if rows is not self.multimodal
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RowProblem:
-    """A problem that rows share: the error for the first of these rows, and the places of all."""
-
-    rule: Rule
-    reason: str
-    places: list[str]
-
-
-class _Reader:
-    """Tokenizes the rows of a data set.
-
-    Collects the errors of broken rows, and notes on skipped rows and unrendered parts.
-    """
+class _Reader(_RowReader):
+    """Tokenizes the rows of a data set, and collects notes on skipped rows and unrendered parts."""
 
     def __init__(
         self,
@@ -374,20 +333,13 @@ class _Reader:
         vocab_size: int,
         tokenizer: Callable[[], Tokenizer],
     ) -> None:
-        self._data = data
+        super().__init__(data)
         self._vocab_size = vocab_size
         self._checkpoint = checkpoint
         self._load_tokenizer = tokenizer
         self.number_read = 0
-        self._broken = _BrokenRows()
-        self._multimodal: list[tuple[str, str]] = []
         self._omitted = Counter[str]()
         self._unused = Counter[str]()
-        self._number = 0
-        rows = raw_rows(data)
-        first = list(islice(rows, 1))
-        self._raw = chain(first, rows)
-        self.packs = _packs(data, first)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -413,12 +365,11 @@ class _Reader:
     @cached_property
     def _media_ids(self) -> frozenset[int]:
         """Return the image, video and sound tokens, found by the config and by their names."""
-        config = self._checkpoint / "config.json"
-        ids = set(_media_ids(read_json_object(config))) if config.is_file() else set()
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        ids |= {number for number, token in added.items() if _MEDIA_TOKEN.fullmatch(str(token))}
+        ids = {number for number, token in added.items() if _MEDIA_TOKEN.fullmatch(str(token))}
         names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
-        return frozenset(ids.difference(getattr(self.tokenizer, name, None) for name in names))
+        others = [getattr(self.tokenizer, name, None) for name in names]
+        return self._media_ids_of_config.union(ids).difference(others)
 
     @cached_property
     def _media_words(self) -> Sequence[str]:
@@ -430,11 +381,8 @@ class _Reader:
     def samples(self) -> Samples:
         """Read the samples of the data set, as far as its rows are not broken."""
         data = self._data
-        rows = (
-            _packed(self.rows(), data)
-            if self.packs
-            else ((tokens.number, tokens.ids) for tokens in self.rows())
-        )
+        tokens = self.converted(self._tokenized)
+        rows = _packed(tokens, data) if self.packs else ((row.number, row.ids) for row in tokens)
         samples = list(islice(rows, data.samples))
         self.number_read = len(samples)
         return Samples(
@@ -444,32 +392,15 @@ class _Reader:
             notes=tuple(self.notes()),
         )
 
-    def rows(self) -> Iterator[_Tokens]:
-        """Yield the tokens of each valid row, until there are too many broken rows."""
-        for raw in self._raw:
-            self._number += 1
-            try:
-                yield self._tokenized(raw)
-            except MultimodalRowError as error:
-                self._multimodal.append((raw.place, str(error)))
-                if len(self._multimodal) == self._number == MAX_MULTIMODAL_ROWS:
-                    return
-            except (ValueError, RecursionError) as error:
-                self._broken.add(raw.place, error)
-                if self._broken.number == MAX_BROKEN_ROWS:
-                    return
-
-    def errors(self) -> list[InputError]:
-        """Return the errors of broken rows. Rows with the same problem share an error."""
-        return self._broken.errors()
-
     def no_rows_error(self) -> InputError:
         """Return the error for data without any row that calibration can use."""
-        if not self._multimodal:
+        if not self.multimodal:
             return _no_rows_error(self._data.name)
-        (place, what), number = self._multimodal[0], len(self._multimodal)
+        (place, what), number = self.multimodal[0], len(self.multimodal)
         each = "the only row has" if number == 1 else f"each of the {number:,} rows read has"
-        return InputError.of(rules.NO_TEXT, self._data.name, each=each, what=what, place=place)
+        return InputError.of(
+            rules.NO_TEXT, self._data.name, each=each, what=what.reason, place=place
+        )
 
     def notes(self) -> Iterator[str]:
         """Yield sentences about skipped rows and about parts that the chat template
@@ -477,45 +408,36 @@ class _Reader:
         """
         name = self._data.name
         yield from notes_on_folder(self._data)
-        if self._multimodal:
-            (place, what), number = self._multimodal[0], len(self._multimodal)
+        if self.multimodal:
+            (place, what), number = self.multimodal[0], len(self.multimodal)
             yield (
-                f"{name}: skipped {number:,} of {_row_count(self._number)} with images, video or "
-                f"sound (first: {what!r}, {place}), because calibration uses only text"
+                f"{name}: skipped {number:,} of {plural(self.number, 'row')} with images, video or "
+                f"sound (first: {what.reason!r}, {place}), because calibration uses only text"
             )
-        for part in (CALLS, TOOLS, RESULTS):
+        for part, note in _NOTES.items():
             if self._omitted[part]:
-                rows = _row_count(self._omitted[part])
-                yield (
-                    f"{name}: the chat template does not render the {part} of {rows}; the "
-                    f"calibration text is without the {part}"
-                )
+                yield f"{name}: {note.format(rows=plural(self._omitted[part], 'row'), part=part)}"
         if self._unused:
             columns = join_limited(list(self._unused), " and ", MAX_NAMED_COLUMNS)
+            rows = plural(max(self._unused.values()), "row")
             yield (
-                f"{name}: {columns} of {_row_count(max(self._unused.values()))} not used yet: all "
-                "tokens count alike, except for those that attention_mask hides"
-            )
-        if self._omitted["arguments"]:
-            yield (
-                f"{name}: {_row_count(self._omitted['arguments'])} with tool_calls whose arguments "
-                "are not a JSON object; rendered without arguments, as in vLLM"
+                f"{name}: {columns} of {rows} not used yet: all tokens count alike, except for "
+                "those that attention_mask hides"
             )
 
-    def _tokenized(self, raw: RawRow) -> _Tokens:
-        row = read_row(content_of(raw), self._data.column)
+    def _tokenized(self, raw: RawRow, row: Row) -> _Tokens:
         self._unused.update(row.unused)
-        is_plain = not self._data.chat_template and row.plain_text is None
-        if row.conversation is not None and (is_plain or self._data.name == DEFAULT):
-            row = replace(row, plain_text="\n\n".join(texts_of_turns(row.conversation)))
+        uses_text = not self._data.chat_template or self._data.name == DEFAULT
+        if uses_text and row.conversation is not None and row.text is None:
+            row = replace(row, text="\n\n".join(texts_of_turns(row.conversation)))
         max_tokens = self._data.seq_len * (self._data.samples if self.packs else 1)
         ids, start = self._ids(row, max_tokens, begins=not (self.packs and raw.continues_previous))
         if not ids:
-            raise ValueError("a row without tokens")
+            raise RowError("a row without tokens")
         smallest, largest = min(ids), max(ids)
         if smallest < 0 or largest >= self._vocab_size:
             wrong = smallest if smallest < 0 else largest
-            raise ValueError(f"token id {wrong} outside the vocabulary of {self._vocab_size}")
+            raise RowError(f"token id {wrong} outside the vocabulary of {self._vocab_size}")
         end = self.tokenizer.eos_token_id if self.packs and row.ids is None else None
         is_ended = end is None or raw.continues_previous or ids[-1] == end
         return _Tokens(number=raw.number, ids=ids if is_ended else (*ids, end), start=start)  # type: ignore[arg-type]
@@ -532,35 +454,26 @@ class _Reader:
         sound.
         """
         if row.ids is not None:
-            if found := self._media_ids_of_config.intersection(row.ids):
-                raise MultimodalRowError(f"token id {min(found)}")
+            _refuse_ids(row.ids, self._media_ids_of_config)
             return row.ids, ()
         words = self._media_words
-        if words and (
-            word := next((word for text in row.texts() for word in words if word in text), None)
-        ):
-            raise MultimodalRowError(word)
-        conversation, text = row.conversation, row.text
-        uses_template = conversation is not None and self._data.chat_template
-        template = self._template(conversation) if conversation and uses_template else None
+        if found := next((word for text in row.texts() for word in words if word in text), None):
+            raise RowError(found, rules.NO_TEXT)
+        most = CHARACTERS_PER_TOKEN * max_tokens
+        conversation = row.conversation if self._data.chat_template else None
+        template = self._template(conversation) if conversation else None
         if conversation is not None and template is not None:
             text = self._rendered(conversation, template)
-            ids = self._encode(text[: CHARACTERS_PER_TOKEN * max_tokens], add_special_tokens=False)
+            ids = self._encode(text[:most], add_special_tokens=False)
             bos = self.tokenizer.bos_token_id
             return ids, (bos,) if bos is not None and ids[:1] == [bos] else ()
-        if _needs_chat_template(row):
+        if row.text is None:
             raise _no_chat_template_error(str(self._checkpoint), self._data.name)
-        if conversation is not None:
-            text = row.plain_text
-        assert text is not None
-        ids, start = (
-            self._encode(text[: CHARACTERS_PER_TOKEN * max_tokens], add_special_tokens=begins),
-            self._start,
-        )
+        ids = self._encode(row.text[:most], add_special_tokens=begins)
+        start = self._start
         if begins and start and ids[: 2 * len(start)] == [*start, *start]:
             ids = ids[len(start) :]  # the text itself begins with BOS
-        if found := self._media_ids.intersection(ids):
-            raise MultimodalRowError(f"token id {min(found)}")
+        _refuse_ids(ids, self._media_ids)
         return ids, start
 
     @cached_property
@@ -574,11 +487,11 @@ class _Reader:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if foreign.text(text) != text:
-            raise ValueError("a text with half of a surrogate pair, which is no character")
+            raise RowError("a text with half of a surrogate pair, which is no character")
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:
-            raise ValueError(f"a text that the tokenizer refuses ({first_line(error)})") from None
+            raise RowError(f"a text that the tokenizer refuses ({first_line(error)})") from None
 
     def _template(self, conversation: Conversation) -> str | None:
         """Return the chat template for a conversation, as vLLM and transformers choose it."""
@@ -591,32 +504,21 @@ class _Reader:
         does not show.
         """
 
-        def render(other: Conversation) -> str:
-            return render_conversation(self.tokenizer, template, other)
-
+        render = partial(render_conversation, self.tokenizer, template)
         text = render(conversation)
         self._omitted.update(unrendered_parts(conversation, text, render))
-        calls = [call for turn in conversation.messages for call in _calls_of(turn)]
-        functions = (call.get("function") for call in calls)
-        if any(isinstance(each, Mapping) and arguments_of(each) is None for each in functions):
-            self._omitted["arguments"] += 1
         return text
 
 
-def _calls_of(message: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    calls = message.get("tool_calls")
-    if message["role"] == "assistant" and isinstance(calls, Sequence):
-        yield from (call for call in calls if isinstance(call, Mapping))
+def _refuse_ids(ids: Sequence[int], media: frozenset[int]) -> None:
+    if found := media.intersection(ids):
+        raise RowError(f"token id {min(found)}", rules.NO_TEXT)
 
 
-def _row_places(places: Sequence[str]) -> str:
+def _row_places(rows: Sequence[tuple[str, RowError]]) -> str:
     """Return the first place, and the number of further rows."""
-    others = len(places) - 1
-    return places[0] + (f" and {others} more row{'s' if others > 1 else ''}" if others else "")
-
-
-def _row_count(number: int) -> str:
-    return f"{number:,} row{'' if number == 1 else 's'}"
+    place, others = rows[0][0], len(rows) - 1
+    return place + (f" and {others} more row{'s' if others > 1 else ''}" if others else "")
 
 
 def _media_ids(config: Mapping[str, object]) -> Iterator[int]:

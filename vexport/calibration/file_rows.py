@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from vexport.calibration.conversations import RowError
 from vexport.calibration.rows import key_of_rows
 from vexport.calibration.splits import TEXT, choose_split, data_suffix, mentions_split
 from vexport.checkpoint.source import COMPRESSED
@@ -361,11 +362,16 @@ def _broken_table(path: Path, error: Exception) -> InputError:
     return InputError.of(rules.TABLE, str(path), reason=first_line(error), suffix=suffix)
 
 
-def content_of(raw: RawRow) -> object:
+def content_of(raw: RawRow) -> Any:
     """Return the parsed JSON of a line, or a record unchanged.
 
-    Raises ValueError, and RecursionError for JSON nested too deeply.
+    Raises RowError for a line that is not JSON, and InputError for a file that is not UTF-8.
     """
     if not isinstance(raw.content, bytes):
         return raw.content
-    return json.loads(raw.content.rstrip(b"\r\n"), parse_int=parsed_number)
+    try:
+        return json.loads(raw.content.rstrip(b"\r\n"), parse_int=parsed_number)
+    except UnicodeDecodeError as error:
+        raise encoding_error(raw.place, error) from None
+    except (ValueError, RecursionError) as error:
+        raise RowError(json_problem(error), rules.JSON_ROW) from None

@@ -228,10 +228,10 @@ def _require_statistics(module: torch.nn.Module, base_name: str, observer: Obser
 def _fit_once(observer: Observer) -> None:
     """Choose the shared global scale of fused weights as soon as all of them were observed."""
     fused = observer.fused()
-    if observer.base_name == "weight" and not observer.is_fitted:
+    if observer.base_name == "weight" and not observer.fusion.is_fitted:
         if all(member.has_statistics for member in fused):
             fit_global_scale(fused)
-        observer.set_fitted()
+        observer.fusion.is_fitted = True
 
 
 def _write_qparams(

@@ -25,15 +25,9 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.numerics.ranks import add_up, process_group, rank_and_size
-from vexport.observers import (
-    Importance,
-    MemorylessMinMaxObserver,
-    MinMaxObserver,
-    Observer,
-    StaticMinMaxObserver,
-    load_observer,
-)
+from vexport.observers import Importance, RangeObserver, load_observer
 from vexport.observers.flatten import channel_extremes
+from vexport.observers.minmax import MemorylessMinMax, MinMax, StaticMinMax
 from vexport.records import (
     CalibrationRecord,
     InputRange,
@@ -48,7 +42,7 @@ from vexport.rules import calibration as rules
 
 DEFAULT_INPUT_OBSERVER = "static_minmax"
 # Observers that need only the minimum and the maximum of each observed tensor.
-RANGE_OBSERVERS = (MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver)
+RANGE_OBSERVERS = (MemorylessMinMax, MinMax, StaticMinMax)
 # Strategies that group channels.
 CHANNEL_STRATEGIES = ("tensor", "group", "tensor_group")
 
@@ -62,7 +56,7 @@ class Statistics:
     every expert are computed from all tokens.
     """
 
-    inputs: Mapping[str, Observer]
+    inputs: Mapping[str, RangeObserver]
     importance: Mapping[str, Importance]
     all_experts: bool = True
     routed: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -129,7 +123,7 @@ class Statistics:
     def sync(self) -> None:
         """Reduce the statistics over all ranks. Every rank must call this, also without tokens."""
         for observer in self.inputs.values():
-            observer.sync_activation_stats()
+            observer.sync()
         for gathered in self.importance.values():
             gathered.all_reduce()
         add_up(self.routed)
@@ -172,7 +166,7 @@ class Statistics:
         return {name: tuple(counts.tolist()) for name, counts in self.routed.items()}
 
 
-def input_observers(plan: Plan) -> dict[str, Observer]:
+def input_observers(plan: Plan) -> dict[str, RangeObserver]:
     """Return an observer for the input of each layer with a static input scale, by layer name."""
     observers = {}
     for group in plan.groups:
@@ -186,13 +180,13 @@ def input_observers(plan: Plan) -> dict[str, Observer]:
     return observers
 
 
-def observe_activation(observer: Observer, value: torch.Tensor, rows: torch.Tensor) -> None:
+def observe_activation(observer: RangeObserver, value: torch.Tensor, rows: torch.Tensor) -> None:
     """Pass an activation to an observer, or its extremes `rows` if they give the same range."""
     if type(observer) in RANGE_OBSERVERS and observer.strategy in CHANNEL_STRATEGIES:
-        observer(rows)
+        observer.observe(rows)
         observer.tokens += value.numel() // value.shape[-1] - len(rows)
     else:
-        observer(value)
+        observer.observe(value)
 
 
 def encode_channels(values: torch.Tensor) -> str:

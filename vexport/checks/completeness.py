@@ -21,6 +21,7 @@ from vexport.checks.vllm.groups import INPUT, OUTPUT, ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.records import Finding, NotJudged
 from vexport.rules import completeness as rules
+from vexport.words import first_and_more
 
 WEIGHTS = QUANTIZED_PARAMETERS | AUXILIARY_PARAMETERS | {"weight"}
 DESCRIPTION = (
@@ -77,10 +78,8 @@ def tensors_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
         why = "vexport does not know which tensors vLLM expects for this class and config"
         yield NotJudged(what=what, why=f"{why}, so it only compares layers with each other")
     elif layout.unknown:
-        first, *more = sorted(layout.unknown)
-        what = f"{first} and {len(more)} more" if more else first
         why = "vexport does not know which of these tensors vLLM expects for this config"
-        yield NotJudged(what=what, why=why)
+        yield NotJudged(what=first_and_more(sorted(layout.unknown)), why=why)
 
 
 def _missing_draft_layers(view: CheckpointView) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from vexport.architectures import NUMBERED_LAYER
-from vexport.architectures.linears import is_attention, is_key_projection
+from vexport.architectures.linears import key_projections
 from vexport.checks.numbers import PLACEHOLDER, is_zero, largest_output
 from vexport.checks.vllm.view import CheckpointView
 from vexport.checks.vllm.zeros import is_empty
@@ -158,13 +158,10 @@ def cache_scheme(view: CheckpointView) -> Json:
 
 
 def _all_cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
-    names, architecture = view.model.names, view.model.architecture
-    for fused in view.model.fused_layers:
-        for member in fused.members:
-            if is_key_projection(member, names) and is_attention(fused, architecture):
-                module = member.rpartition(".")[0]
-                for parameter in SCALES:
-                    yield module, parameter, _stored_scale(view, module, parameter)
+    for projection in key_projections(view.model.fused_layers, view.model.names):
+        module = projection.rpartition(".")[0]
+        for parameter in SCALES:
+            yield module, parameter, _stored_scale(view, module, parameter)
 
 
 def _stored_scale(view: CheckpointView, module: str, parameter: str) -> TensorInfo | None:

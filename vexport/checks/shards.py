@@ -20,6 +20,7 @@ from vexport.outputs.digests import DIGESTS, digest_of, recorded_digests
 from vexport.records import Finding, NotJudged, TensorInfo
 from vexport.rules import digests as digest_rules
 from vexport.rules import shards as rules
+from vexport.words import first_and_more
 
 SHARD = re.compile(r"(?P<start>.*)-\d+(?P<of>-of-(?P<count>\d{1,9})\.safetensors)")
 DESCRIPTION = "vLLM loads the same files that the index lists, and each tensor is in only one file"
@@ -121,8 +122,7 @@ def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[F
         (rules.ENTRY_OF_OTHER_FILE, {name for name in both if listed[name] != stored[name]}),
     ):
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            yield Finding.at(rule, f"{INDEX_NAME}: {min(names)}{more}")
+            yield Finding.at(rule, f"{INDEX_NAME}: {first_and_more(sorted(names))}")
 
 
 def digests(view: CheckpointView) -> Iterator[Finding]:

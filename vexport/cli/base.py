@@ -5,11 +5,8 @@ import re
 import shutil
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -31,7 +28,7 @@ from vexport.records.values import join_limited
 from vexport.rules import conclusion as rules
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Task, TaskID
 
     from vexport.formats.plan import Plan
 
@@ -224,13 +221,7 @@ def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
         counted = "1 error" if number == 1 else f"{number:,} errors, the first"
         place = f"{first.where} ({first.rule or first.check})"
         raise CheckpointFailed.of(rules.FINDINGS, checkpoint, counted=counted, first=place)
-    raise CheckpointFailed(
-        f"{checkpoint}: {first.where}",
-        got=first.got,
-        need=first.expected,
-        fix=f"{first.fix}{_number_of_others(number)}",
-        rule=first.rule,
-    )
+    raise first.error(CheckpointFailed, f"{checkpoint}: {first.where}", others=number - 1)
 
 
 def require_all_ok(reports: Sequence[CheckReport]) -> None:
@@ -249,10 +240,6 @@ def require_all_ok(reports: Sequence[CheckReport]) -> None:
         require_ok(report.checkpoint, report.ok, report.findings)
 
 
-def _number_of_others(number: int) -> str:
-    return f" ({number - 1:,} more)" if number > 1 else ""
-
-
 def require_judged(reports: Sequence[CheckReport]) -> None:
     """Raise Inconclusive (exit code 3) if a report lists something that could not be judged.
 
@@ -260,8 +247,8 @@ def require_judged(reports: Sequence[CheckReport]) -> None:
     """
     for report in reports:
         if report.not_judged:
-            first, more = report.not_judged[0].brief, _number_of_others(len(report.not_judged))
-            what = f"{first.what}{more}"
+            first, others = report.not_judged[0].brief, len(report.not_judged) - 1
+            what = f"{first.what} ({others:,} more)" if others else first.what
             raise Inconclusive.of(rules.NOT_JUDGED, report.checkpoint, what=what, why=first.why)
 
 
@@ -275,13 +262,7 @@ def require_no_findings_of(
     """
     for finding in (finding for report in reports for finding in report.findings):
         if finding.check == check:
-            raise EnvironmentFault(
-                finding.where,
-                got=finding.got,
-                need=finding.expected,
-                fix=finding.fix,
-                rule=finding.rule,
-            )
+            raise finding.error(EnvironmentFault, finding.where)
 
 
 def require_plan(source: str, plan: "Plan") -> None:
@@ -339,7 +320,7 @@ def progress_display(*, quiet: bool, reads: Sequence[object] = ()) -> Iterator[O
         yield silent
         return
     # Do not use rich's detection: CI sets FORCE_COLOR for colour, and rich would show bars.
-    display = BarDisplay() if sys.stderr.isatty() else PlainDisplay()
+    display = Display(has_bars=sys.stderr.isatty())
     if reads:
         display.begin(
             f"import libraries, read {join_limited([*map(str, reads)], ', ', MOST_NAMES)}"
@@ -358,11 +339,33 @@ def pause(on_progress: OnProgress) -> None:
         on_progress.pause()
 
 
-class Display(ABC):
-    """Progress callback that shows the progress to a person."""
+class Display:
+    """Progress callback that shows each stage to a person.
 
-    def __init__(self) -> None:
-        self._first_stage: str | None = None
+    On a terminal, a stage is a bar with its elapsed and remaining time. Elsewhere, a line is
+    printed when a stage starts, when its detail (PROGRESS_DETAIL) changes, and when it ends. In
+    between, lines are at least LINE_EVERY_SECONDS apart.
+    """
+
+    def __init__(self, *, has_bars: bool) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        self.progress = progress.Progress(
+            progress.SpinnerColumn(finished_text="✓"),
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(bar_width=24),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            console=Console(stderr=True),
+            get_time=lambda: time.monotonic(),
+            # A layer of a large model takes minutes. The default of 30 seconds would forget it.
+            speed_estimate_period=24 * 3600,
+            disable=not has_bars,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._first_stage = ""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show the progress of a stage. If the stage of `begin` still runs, end it first."""
@@ -376,122 +379,56 @@ class Display(ABC):
 
     def end_first_stage(self) -> None:
         """End the stage of `begin`, unless it has ended."""
-        if self._first_stage is not None:
+        if self._first_stage:
             self._show(self._first_stage, 1, 1)
-            self._first_stage = None
-
-    @abstractmethod
-    def _show(self, stage: str, done: int, total: int) -> None:
-        """Show the progress of a stage."""
-
-    @abstractmethod
-    def pause(self) -> None:
-        """Prepare the terminal for other output."""
-
-
-class BarDisplay(Display):
-    """Progress display with one bar per stage, its elapsed time and its remaining time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from rich import progress
-        from rich.console import Console
-
-        self.bars: Progress = progress.Progress(
-            progress.SpinnerColumn(finished_text="✓"),
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(bar_width=24),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("{task.fields[left]}"),
-            console=Console(stderr=True),
-            # A layer of a large model takes minutes. The default of 30 seconds would forget it.
-            speed_estimate_period=24 * 3600,
-        )
-        self._tasks: dict[str, TaskID] = {}
+            self._first_stage = ""
 
     def _show(self, stage: str, done: int, total: int) -> None:
         name = stage.partition(PROGRESS_DETAIL)[0]
-        total = max(total, 1)
-        self.bars.start()
-        if name not in self._tasks:
-            self._tasks[name] = self.bars.add_task("", total=total, completed=done, left="")
-        number = self._tasks[name]
-        task = next(task for task in self.bars.tasks if task.id == number)
-        if done < total and task.finished:
-            # The next checkpoint or scheme of the same command begins this stage again.
-            self.bars.reset(number, left="")
         title = stage.replace(PROGRESS_DETAIL, " ")
-        self.bars.update(number, description=title, completed=done, total=total)
-        seconds = task.time_remaining
-        left = f"{timedelta(seconds=seconds)} left" if seconds else ""
-        self.bars.update(number, left=left)
+        is_first = name not in self._tasks
+        if is_first:
+            self._tasks[name] = self.progress.add_task(
+                title, total=max(total, 1), completed=done, details={name}
+            )
+        number = self._tasks[name]
+        task = next(task for task in self.progress.tasks if task.id == number)
+        has_ended = task.finished
+        if has_ended and done < total and not self.progress.disable:
+            # The next checkpoint or scheme of the same command begins this stage again.
+            self.progress.reset(number)
+        self.progress.update(number, description=title, completed=done, total=max(total, 1))
+        self.progress.start()
+        if self.progress.disable and not has_ended:
+            _print_line(name, task, is_first=is_first)
 
     def pause(self) -> None:
         """Leave the bars on the terminal as they are. The next update begins new bars below."""
-        if self.bars.tasks:
-            self.bars.stop()
+        if self.progress.disable:
+            return
+        if self.progress.tasks:
+            self.progress.stop()
         for task in self._tasks.values():
-            self.bars.remove_task(task)
+            self.progress.remove_task(task)
         self._tasks.clear()
 
 
-@dataclass(slots=True)
-class _Stage:
-    """What `PlainDisplay` has printed of a stage: times in seconds, `first` as parts."""
-
-    begun: float
-    first: int
-    printed: float
-    details: set[str] = field(default_factory=set)
-    has_ended: bool = False
-
-
-class PlainDisplay(Display):
-    """Progress display without a terminal.
-
-    Prints a line when a stage starts and when it ends. In between, prints the progress and the
-    remaining time at most every 15 seconds. A stage's detail (PROGRESS_DETAIL) is printed when it
-    changes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._stages: dict[str, _Stage] = {}
-
-    def _show(self, stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        name = stage.partition(PROGRESS_DETAIL)[0]
-        title = stage.replace(PROGRESS_DETAIL, " ")
-        is_first = name not in self._stages
-        state = self._stages.setdefault(name, _Stage(begun=now, first=done, printed=now))
-        if state.has_ended:
-            return
-        seconds = _seconds_left(now - state.begun, done - state.first, total - done)
-        progress = f"{done} of {total}" + (f", {seconds:.0f} s left" if seconds else "")
-        is_end = done >= total
-        if is_first and is_end:  # an event without a duration
-            line = title
-        elif title != name and title not in state.details:
-            line = f"{title}, {progress}"
-            state.details.add(title)
-            is_end = False
-        elif is_end:
-            line = f"{name}: done in {now - state.begun:.1f} s"
-        elif is_first:
-            line = f"{name} ..."
-        elif now - state.printed >= LINE_EVERY_SECONDS:
-            line = f"{name}: {progress}"
-        else:
-            return
-        state.printed = now
-        state.has_ended = is_end
-        print(line, file=sys.stderr, flush=True)
-
-    def pause(self) -> None:
-        """Do nothing, because printed lines do not disturb other output."""
-
-
-def _seconds_left(elapsed: float, done: int, missing: int) -> float:
-    """Return the remaining seconds at the mean speed so far, or 0 if no part is done."""
-    return elapsed * missing / done if done > 0 else 0.0
+def _print_line(name: str, task: "Task", *, is_first: bool) -> None:
+    left = f", {task.time_remaining:.0f} s left" if task.time_remaining else ""
+    progress = f"{task.completed} of {task.total}{left}"
+    now, title, details = task.get_time(), task.description, task.fields["details"]
+    if is_first and task.finished:  # an event without a duration
+        line = title
+    elif task.finished:
+        line = f"{name}: done in {task.finished_time:.1f} s"
+    elif title not in details:
+        line = f"{title}, {progress}"
+        details.add(title)
+    elif is_first:
+        line = f"{name} ..."
+    elif now - task.fields["printed"] >= LINE_EVERY_SECONDS:
+        line = f"{name}: {progress}"
+    else:
+        return
+    task.fields["printed"] = now
+    print(line, file=sys.stderr, flush=True)

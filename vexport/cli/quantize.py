@@ -23,7 +23,7 @@ from vexport.cli.settings import Syntax, given_settings, option_names, setting_o
 from vexport.errors import CheckpointFailed, clip
 from vexport.errors.extras import require_extra
 from vexport.names import SourceRef, parse_source
-from vexport.records import GroupSize, RepairReport
+from vexport.records import GroupSize
 
 
 def require_consistent(section: str) -> None:
@@ -177,16 +177,6 @@ def repair(
         )
     print_text(render_repair(report, output.format_))
     if not report.ok:
-        raise _not_repaired(report)
-
-
-def _not_repaired(report: RepairReport) -> CheckpointFailed:
-    """Return an error with the first refusal and the number of further refusals."""
-    first, others = report.refusals[0], len(report.refusals) - 1
-    return CheckpointFailed(
-        f"{report.checkpoint}: {first.where}",
-        got=first.got,
-        need=first.expected,
-        fix=f"{first.fix} ({others:,} more)" if others else first.fix,
-        rule=first.rule,
-    )
+        first, *others = report.refusals
+        where = f"{report.checkpoint}: {first.where}"
+        raise first.error(CheckpointFailed, where, others=len(others))

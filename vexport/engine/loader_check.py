@@ -141,10 +141,9 @@ def _joined(
     require: Require,
     vllm_is_there: bool,
 ) -> CheckReport:
-    if isinstance(outcome, InputError):
-        return _not_loaded(report, outcome.got)
     if isinstance(outcome, VexportError):
-        return _not_loaded(report, outcome.got if vllm_is_there else NO_VLLM)
+        is_known = vllm_is_there or isinstance(outcome, InputError)
+        return _not_loaded(report, outcome.got if is_known else NO_VLLM)
     return with_load(report, outcome, require)
 
 

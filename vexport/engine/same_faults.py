@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from vexport.checks import HEADER_FAMILIES
 from vexport.records import DOTTED_NAME, MESSAGE_SEPARATOR, Finding, without_details
+from vexport.words import first_and_more
 
 _NUMBER = re.compile(r"\d+")
 
@@ -79,5 +80,5 @@ def _without_known_places(fault: Finding, static: Iterable[Finding]) -> Iterator
     if len(left) == len(fault.every_place):
         yield fault
     elif left:
-        where = f"{left[0]} and {len(left) - 1:,} more" if len(left) > 1 else left[0]
-        yield replace(fault, where=where, places=tuple(left) if len(left) > 1 else ())
+        places = tuple(left) if len(left) > 1 else ()
+        yield replace(fault, where=first_and_more(left), places=places)

@@ -22,7 +22,7 @@ from vexport.formats.arguments import QuantArgs
 from vexport.formats.dequantize import row_chunks, rows_of, unpack_int32
 from vexport.numerics import E8M0_BIAS
 from vexport.numerics.metrics import EXACT_DB, sqnr_db
-from vexport.observers import MemorylessMinMaxObserver
+from vexport.observers.minmax import MemorylessMinMax
 from vexport.observers.qparams import fake_quantize
 
 # Limits of a weight's signal-to-noise ratio. With the same scales, the ratio of GPTQ was 0.6 to 9
@@ -301,9 +301,9 @@ class _Nearest:
     @classmethod
     def from_ranges(cls, args: QuantArgs, pieces: Pieces) -> "_Nearest":
         """Choose scales from the ranges of a source's weight."""
-        observer = MemorylessMinMaxObserver("weight", args)
-        observer.forward(pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces)))
-        qparams = observer.get_qparams()
+        observer = MemorylessMinMax("weight", args)
+        observer.observe(pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces)))
+        qparams = observer.qparams()
         scale, global_scale = qparams["scale"], qparams["global_scale"]
         scale = scale if global_scale is None else scale / global_scale
         return cls(args, scale, qparams["zero_point"].to(torch.float32))

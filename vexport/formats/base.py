@@ -94,6 +94,11 @@ class Parameter:
     along: tuple[int, ...] = ()
     in_model_dtype: bool = False
 
+    def accepts(self, tensor: TensorInfo) -> bool:
+        """Return True if a tensor has the dtype and shape. One value may have no dimension."""
+        is_scalar = self.shape == (1,) and tensor.shape == ()
+        return tensor.dtype in self.dtypes and (is_scalar or tensor.shape == self.shape)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSupport:

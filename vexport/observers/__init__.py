@@ -1,45 +1,33 @@
 """Observers: compute scale, zero point and global scale from observed tensors.
 
-To add an observer, add a file to this package and an entry to `vexport.records.observer_names`.
+The public names are llm-compressor's, and their classes have all documented methods
+(`vexport.observers.llmcompressor`). vexport itself uses the smaller classes below them. To add an
+observer, add a class to this package, the same class to `llmcompressor/classes.py`, and an entry to
+`vexport.records.observer_names`.
 """
 
 from collections.abc import Mapping
-from importlib import import_module
-from typing import Any
 
-import torch
-
-from vexport.architectures import (
-    USUAL_EXPERTS,
-    USUAL_FUSED,
-    Architecture,
-    architecture_table,
-    resolve,
-    version_with,
-)
-from vexport.architectures.fusion import fuse
-from vexport.observers.base import Observer, QParamsDict
+from vexport.observers.base import QParamsDict, RangeObserver
 from vexport.observers.flatten import flatten_for_calibration, get_observer_token_count
-from vexport.observers.imatrix import (
+from vexport.observers.imatrix import Importance
+from vexport.observers.llmcompressor.classes import (
+    OBSERVERS,
     IMatrixMSEObserver,
-    Importance,
-    NVFP4ExpandedIMatrixObserver,
-)
-from vexport.observers.minmax import (
     MemorylessMinMaxObserver,
-    MinMaxObserver,
-    StaticMinMaxObserver,
-    lerp,
-)
-from vexport.observers.mse import (
     MemorylessMSEObserver,
+    MinMaxObserver,
     MovingAverageMSEObserver,
+    NVFP4ExpandedIMatrixObserver,
     NVFP4ExpandedMSEObserver,
-    fit_global_scale,
+    StaticMinMaxObserver,
 )
+from vexport.observers.llmcompressor.fusion import fuse_weight_observers
+from vexport.observers.llmcompressor.observer import Observer
+from vexport.observers.minmax import lerp
+from vexport.observers.mse import fit_global_scale
 from vexport.observers.qparams import ObserverArgs
-from vexport.records import observer_names
-from vexport.records.observer_names import OptionValue
+from vexport.records.observer_names import OptionValue, observer_name
 
 __all__ = [
     "OBSERVERS",
@@ -55,6 +43,7 @@ __all__ = [
     "ObserverArgs",
     "OptionValue",
     "QParamsDict",
+    "RangeObserver",
     "StaticMinMaxObserver",
     "fit_global_scale",
     "flatten_for_calibration",
@@ -63,66 +52,20 @@ __all__ = [
     "lerp",
     "load_observer",
 ]
-# Strategies with scales that fused layers share.
-SHARING_STRATEGIES = ("tensor_group", "tensor")
-
-
-OBSERVERS: Mapping[str, type[Observer]] = {
-    name: getattr(import_module(f"{__name__}.{each.file}"), each.kind)
-    for name, each in observer_names.OBSERVERS.items()
+# The classes that vexport itself uses: the last base of each public class.
+PLAIN: Mapping[str, type[RangeObserver]] = {
+    name: kind.__bases__[-1] for name, kind in OBSERVERS.items()
 }
 
 
 def load_observer(
     name: str, base_name: str, args: ObserverArgs, keywords: Mapping[str, OptionValue] | None = None
-) -> Observer:
-    """Return a new observer by name.
+) -> RangeObserver:
+    """Return a new observer by name, or by package.module:Class.
 
     Raises ValueError, with a list of the known names, if the name is unknown.
     """
-    return Observer.of_name(name).create(base_name, args, keywords or {})
-
-
-def fuse_weight_observers(model: torch.nn.Module) -> None:
-    """Fuse the `weight_observer`s of layers that vLLM runs as one (see `Observer.fuse`).
-
-    The class of the model determines which layers vLLM fuses. If vLLM does not have this class, for
-    example for a part of a model, the layers that nearly all classes fuse are assumed. Raises
-    ValueError if only some of the layers that share a scale have an observer, or if their
-    strategies differ.
-    """
-    modules = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) or _observer_of(module) is not None
-    }
-    for layer in fuse(modules, architecture_of(model)):
-        observers = {member: _observer_of(modules[member]) for member in layer.members}
-        strategies = {observer and observer.strategy for observer in observers.values()}
-        if not strategies & set(SHARING_STRATEGIES):
-            continue
-        if len(strategies) > 1:
-            kinds = ", ".join(
-                f"{member} {each.strategy if each else 'none'}"
-                for member, each in observers.items()
-            )
-            raise ValueError(
-                f"{layer.name}: got observers with strategies {kinds}, need the same strategy, "
-                "because vLLM runs these layers as one layer"
-            )
-        Observer.fuse(observer for observer in observers.values() if observer is not None)
-
-
-def architecture_of(model: torch.nn.Module) -> Architecture:
-    """Return the table entry of a model's class, or an entry with the usual fused layers."""
-    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
-    config: dict[str, Any] = to_dict()
-    for name in (*(config.get("architectures") or ()), type(model).__name__):
-        if name in architecture_table(version_with(name)).architectures:
-            return resolve(name, config)[0]
-    return Architecture(fused=USUAL_FUSED, experts=USUAL_EXPERTS)
-
-
-def _observer_of(module: torch.nn.Module) -> Observer | None:
-    observer = getattr(module, "weight_observer", None)
-    return observer if isinstance(observer, Observer) else None
+    kind = PLAIN.get(observer_name(name))
+    if kind is not None:
+        return kind(base_name, args, **(keywords or {}))
+    return Observer.get_value_from_registry(name).create(base_name, args, keywords or {})

@@ -6,24 +6,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from vexport.numerics.ranks import gather
 from vexport.observers.flatten import WEIGHT, flatten_for_calibration
-from vexport.observers.mse import MemorylessMSEObserver
+from vexport.observers.mse import MemorylessMSE
 from vexport.observers.search import Search, search_of
 from vexport.records.observer_names import (
     IMPORTANCE_SEARCH,
     NVFP4_EXPANDED_IMPORTANCE,
     ImportanceOptions,
-    OptionValue,
 )
 
 # Strategies for which llm-compressor weights errors by importance (observers/imatrix.py).
 STRATEGIES = ("channel", "group", "tensor_group")
-# llm-compressor's names for the attributes of a module with the sums of importance and the number
-# of tokens.
-MODULE_SUM_NAMES = ("_imatrix_sum", "_imatrix_count")
 
 
 @dataclass(slots=True)
@@ -59,104 +54,50 @@ class Importance:
         return (self.total / float(self.tokens)).to(torch.float32)
 
 
-class IMatrixMSEObserver(MemorylessMSEObserver):
+class IMatrixMSE(MemorylessMSE):
     """Smallest quantization error, weighted by the mean square of each input channel [imatrix_mse].
 
-    `attach(module)` starts collecting importance from the module's inputs, and `detach(module)`
-    stops it. Run the module in between, before the weight is observed. `gathered` may also be set
-    to importance from another place. Without importance, the observer warns and weights all errors
-    equally. With `strict` it raises ValueError instead.
+    Set `gathered` to the importance before the weight is observed. Without importance, the observer
+    warns and weights all errors equally. With `strict` it raises ValueError instead.
     """
 
     registry_name = "imatrix_mse"
     defaults: ClassVar[ImportanceOptions] = IMPORTANCE_SEARCH
-
-    def configure(self, keywords: dict[str, OptionValue]) -> None:
-        options = self.read(self.defaults, keywords)
-        super().configure(keywords)
-        self.strict = options.strict
-        self.gathered: Importance | None = None
-        self._hook: RemovableHandle | None = None
+    options: ImportanceOptions
+    gathered: Importance | None = None
 
     @property
     def search(self) -> Search:
         """Candidates of the search: one step more than `memoryless_mse`."""
-        return search_of(self._search_options, max(1, int(self.maxshrink * self.grid)) + 1)
-
-    def attach(self, module: torch.nn.Module) -> None:
-        """Collect importance from the inputs of a module with `in_features`; ignore other modules.
-
-        If an earlier observer has stored sums on the module, use these sums and collect nothing.
-        """
-        self._stop()
-        channels = getattr(module, "in_features", None)
-        if not isinstance(channels, int):
-            return
-        total, tokens = (getattr(module, name, None) for name in MODULE_SUM_NAMES)
-        if isinstance(total, torch.Tensor) and tokens is not None and int(tokens):
-            self.gathered = Importance(total.to(torch.float64), int(tokens))
-            return
-        gathered = Importance.zeros(channels)
-        self.gathered = gathered
-
-        def gather(module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
-            first = inputs[0] if inputs else None
-            first = first[0] if isinstance(first, tuple) and first else first
-            if isinstance(first, torch.Tensor):
-                gathered.add(first)
-
-        self._hook = module.register_forward_pre_hook(gather)
-
-    def detach(self, module: torch.nn.Module) -> None:
-        """Stop collecting, and store the sums on the module. The observer keeps the importance.
-
-        The sums have llm-compressor's names: `_imatrix_sum` (in_features,), and `_imatrix_count`
-        for the number of tokens.
-        """
-        was_gathering = self._hook is not None
-        self._stop()
-        if was_gathering and self.gathered is not None and self.gathered.tokens:
-            for name, value in zip(
-                MODULE_SUM_NAMES,
-                (self.gathered.total, torch.tensor(self.gathered.tokens)),
-                strict=True,
-            ):
-                setattr(module, name, value)
-
-    def _stop(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = None
+        steps = int(self.options.maxshrink * self.options.grid)
+        return search_of(self.options, max(1, steps) + 1)
 
     def importance(self, channels: int) -> torch.Tensor | None:
-        """Return the importance divided by its mean; it broadcasts to a weight's observations.
+        relative = self.relative_importance(channels)
+        if relative is None:
+            return None
+        return flatten_for_calibration(relative.unsqueeze(0), self.base_name, self.args)
+
+    def relative_importance(self, channels: int) -> torch.Tensor | None:
+        """Return the importance of each column of the observed weight, divided by its mean.
 
         Returns None after a warning if there is no usable importance. Raises ValueError instead if
         `strict` is set.
         """
         problem = self._problem(channels)
         if problem or self.gathered is None:
-            if self.strict:
+            if self.options.strict:
                 raise ValueError(
                     f"imatrix_mse: {problem}; gather importance first, or turn strict off"
                 )
             warnings.warn(f"imatrix_mse: {problem}; all errors get the same weight", stacklevel=2)
             return None
         mean = self.gathered.mean()
-        mean = mean / (mean.mean() + torch.finfo(torch.float32).tiny)
-        mean = mean if self._order is None else mean.to(self._order.device)[self._order]
-        return flatten_for_calibration(mean.unsqueeze(0), self.base_name, self.args)
+        return mean / (mean.mean() + torch.finfo(torch.float32).tiny)
 
     def reset(self) -> None:
-        """Drop all observations and the collected importance."""
         super().reset()
         self.gathered = None
-
-    def reduce_over_ranks(self) -> None:
-        """Sum the collected importance over all ranks."""
-        super().reduce_over_ranks()
-        if self.gathered is not None:
-            self.gathered.all_reduce()
 
     def _problem(self, channels: int) -> str | None:
         if self.base_name != WEIGHT:
@@ -173,7 +114,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         return None if math.isfinite(total.sum()) and total.any() else "all zeros, or not finite"
 
 
-class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
+class NVFP4ExpandedIMatrix(IMatrixMSE):
     """NVFP4 search by importance between 1.5 and 0.5 times the range [nvfp4_expanded_imatrix].
 
     A larger block scale may map the largest value of a block to 4 instead of 6. The e2m1 numbers

@@ -4,47 +4,38 @@ from typing import ClassVar
 
 import torch
 
-from vexport.observers.base import Observer, Reduction
+from vexport.observers.base import RangeObserver
 from vexport.observers.search import Range
-from vexport.records.observer_names import AverageOptions, OptionValue
+from vexport.records.observer_names import AverageOptions, AverageSearchOptions
 
 
-class MemorylessMinMaxObserver(Observer):
+class MemorylessMinMax(RangeObserver):
     """Range of the last observed tensor [memoryless_minmax]."""
 
     registry_name = "memoryless_minmax"
 
 
-class StaticMinMaxObserver(Observer):
+class StaticMinMax(RangeObserver):
     """Running minimum and maximum over all observed tensors [static_minmax]."""
 
     registry_name = "static_minmax"
-    reduction: ClassVar[Reduction | None] = "extremes"
+    reduction = "extremes"
 
     def combine(self, old: Range, new: Range) -> Range:
         return torch.minimum(old[0], new[0]), torch.maximum(old[1], new[1])
 
 
-class AveragingObserver(Observer):
+class MovingAverage(RangeObserver):
     """Base class of observers that combine ranges in a moving average."""
 
-    reduction: ClassVar[Reduction | None] = "average"
-    averaging_constant: float
-
-    @property
-    def avg_constant(self) -> float:
-        """The same as `averaging_constant`, under llm-compressor's name."""
-        return self.averaging_constant
-
-    @avg_constant.setter
-    def avg_constant(self, constant: float) -> None:
-        self.averaging_constant = constant
+    reduction = "average"
+    options: AverageOptions | AverageSearchOptions
 
     def combine(self, old: Range, new: Range) -> Range:
-        return moving_average(old, new, self.averaging_constant)
+        return moving_average(old, new, self.options.averaging_constant)
 
 
-class MinMaxObserver(AveragingObserver):
+class MinMax(MovingAverage):
     """Moving average of minimum and maximum, `old * (1 - c) + new * c` [minmax].
 
     The first observation is used unchanged. `averaging_constant` 1.0 disables averaging.
@@ -52,9 +43,6 @@ class MinMaxObserver(AveragingObserver):
 
     registry_name = "minmax"
     defaults: ClassVar[AverageOptions] = AverageOptions()
-
-    def configure(self, keywords: dict[str, OptionValue]) -> None:
-        self.averaging_constant = self.read(self.defaults, keywords).averaging_constant
 
 
 def moving_average(old: Range, new: Range, constant: float) -> Range:

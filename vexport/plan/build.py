@@ -41,6 +41,7 @@ from vexport.records import AttentionLayer, Finding, KvCache, OnUnsupportedShape
 from vexport.records.values import plural
 from vexport.rules import architecture
 from vexport.rules.quantize import ALREADY_QUANTIZED
+from vexport.words import first_and_more
 
 if TYPE_CHECKING:
     from vexport.scenario import Rule
@@ -117,7 +118,7 @@ def build_plan(
     cache_refusals: Iterable[Finding] = ()
     if settings.kv_cache is not None:
         per_head = KV_CACHES[settings.kv_cache].strategy == "attn_head"
-        attention = attention_layers(rows, names, per_head=per_head)
+        attention = attention_layers(layers, rows, names, per_head=per_head)
         cache_refusals = refused_caches(attention, linears)
     refusals = [*rule_refusals, *shape_refusals, *cache_refusals]
     quantized = {member.name for group in groups for member in group.members}
@@ -268,8 +269,7 @@ def _without_unsupported(
 
 def _unknown_expert_notes(tensors: Sequence[str]) -> Iterator[Finding]:
     if tensors:
-        where = tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more"
-        yield Finding.at(architecture.UNKNOWN_EXPERTS, where)
+        yield Finding.at(architecture.UNKNOWN_EXPERTS, first_and_more(tensors))
 
 
 def _require_unquantized(index: SourceIndex) -> None:

@@ -377,7 +377,9 @@ def _class_problems(
     where = f"rule {rule.match!r}: {key}"
     of_inputs = key == "input_observer"
     try:
-        observer = Observer.of_name(name).create("input" if of_inputs else "weight", args, keywords)
+        observer = Observer.get_value_from_registry(name).create(
+            "input" if of_inputs else "weight", args, keywords
+        )
     except ValueError as error:
         yield InputError.of(book.OBSERVER_CLASS, where, reason=error)
         return

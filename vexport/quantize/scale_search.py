@@ -15,7 +15,8 @@ from vexport.checkpoint.tensors import read_weight
 from vexport.formats.packing.base import Scales, not_finite
 from vexport.formats.plan import FusionGroup
 from vexport.numerics.arithmetic import Floats
-from vexport.observers import IMatrixMSEObserver, Importance, Observer, QParamsDict, load_observer
+from vexport.observers import Importance, QParamsDict, RangeObserver, load_observer
+from vexport.observers.imatrix import IMatrixMSE
 from vexport.observers.mse import fit_global_scale
 from vexport.records import CalibrationRecord, LinearPlan
 from vexport.records.observer_names import BY_IMPORTANCE, MIN_MAX, UNWEIGHTED
@@ -57,7 +58,7 @@ def observe_weight(
     importance: torch.Tensor | None,
     *,
     stored: torch.dtype,
-) -> Observer:
+) -> RangeObserver:
     """Return an observer that has seen a layer's weight (out, in).
 
     `stored` is the weight's dtype in the source. `importance` (in,) is the mean square of each
@@ -71,17 +72,17 @@ def observe_weight(
     if parameters["weight_scale"].in_model_dtype and group.observer not in MIN_MAX:
         args = replace(args, scale_dtype=str(stored))
     observer = load_observer(group.observer, "weight", args, group.observer_kwargs)
-    if importance is not None and isinstance(observer, IMatrixMSEObserver):
+    if importance is not None and isinstance(observer, IMatrixMSE):
         observer.gathered = Importance(importance.to(weight.device), tokens=1)
-    observer(weight)
+    observer.observe(weight)
     if not all(bool(torch.isfinite(end)) for end in observer.extremes()):
         raise not_finite(member.weight)
     return observer
 
 
-def fused_scales(observers: Sequence[Observer]) -> list[Scales]:
+def fused_scales(observers: Sequence[RangeObserver]) -> list[Scales]:
     """Return the scales of a fusion group's weights, with the global scale that they share."""
-    Observer.fuse(observers)
+    RangeObserver.fuse(observers)
     fit_global_scale(observers)
     return [scales_of(observer.qparams()) for observer in observers]
 

@@ -3,14 +3,16 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 from vexport.errors import VexportError, problem_text
 from vexport.rules.book import Claim as Claim
 from vexport.rules.book import LoaderFault as LoaderFault
 from vexport.rules.book import Rule
 from vexport.rules.book import Severity as Severity
+from vexport.words import first_and_more
 
+E = TypeVar("E", bound=VexportError)
 # Separates the cause of vLLM's refusal from vLLM's message, which only JSON and --all show.
 MESSAGE_SEPARATOR = "; vLLM's message: "
 # Entry of `CheckReport.not_judged` if vLLM's loaders could not judge the checkpoint.
@@ -128,6 +130,11 @@ class Finding:
             replace(self, got=without_details(self.got)) if MESSAGE_SEPARATOR in self.got else self
         )
 
+    def error(self, kind: type[E], where: str, *, others: int = 0) -> E:
+        """Return an error with this finding. Its remedy counts the `others`."""
+        fix = f"{self.fix} ({others:,} more)" if others else self.fix
+        return kind(where, got=self.got, need=self.expected, fix=fix, rule=self.rule)
+
     def __str__(self) -> str:
         problem = problem_text(self.where, got=self.got, need=self.expected, fix=self.fix)
         return f"{problem} [{self.rule or self.check}]"
@@ -158,8 +165,7 @@ def _as_one(alike: Sequence[Finding]) -> Finding:
     first, places = alike[0], tuple(dict.fromkeys(each.where for each in alike))
     if len(places) < 2:
         return first
-    where = f"{first.where} and {len(places) - 1:,} more"
-    return replace(first, where=where, places=places)
+    return replace(first, where=first_and_more(places), places=places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

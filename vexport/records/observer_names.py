@@ -1,6 +1,6 @@
 """Observers by name, with their options, without torch. `vexport.observers` loads the classes.
 
-To add an observer, write a class in `vexport/observers` and add an entry here.
+To add an observer, see `vexport.observers`.
 """
 
 import math
@@ -120,9 +120,8 @@ def read_options(defaults: OptionsT, given: Mapping[str, OptionValue], where: st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverName:
-    """An observer: its file and class, the first sentence of its docstring, and its options."""
+    """An observer: its class, the first sentence of its docstring, and its options."""
 
-    file: str
     kind: str
     summary: str
     options: Options = Options()
@@ -131,46 +130,39 @@ class ObserverName:
 
 OBSERVERS: Mapping[str, ObserverName] = {
     "memoryless_minmax": ObserverName(
-        file="minmax", kind="MemorylessMinMaxObserver", summary="Range of the last observed tensor"
+        kind="MemorylessMinMaxObserver", summary="Range of the last observed tensor"
     ),
     "static_minmax": ObserverName(
-        file="minmax",
         kind="StaticMinMaxObserver",
         summary="Running minimum and maximum over all observed tensors",
     ),
     "minmax": ObserverName(
-        file="minmax",
         kind="MinMaxObserver",
         summary="Moving average of minimum and maximum, `old * (1 - c) + new * c`",
         options=AverageOptions(),
     ),
     "memoryless_mse": ObserverName(
-        file="mse",
         kind="MemorylessMSEObserver",
         summary="Range with the smallest quantization error for the last tensor",
         options=SEARCH,
     ),
     "mse": ObserverName(
-        file="mse",
         kind="MovingAverageMSEObserver",
         summary="Moving average of the ranges with the smallest quantization error",
         options=AverageSearchOptions(),
     ),
     "imatrix_mse": ObserverName(
-        file="imatrix",
         kind="IMatrixMSEObserver",
         summary="Smallest quantization error, weighted by the mean square of each input channel",
         options=IMPORTANCE_SEARCH,
     ),
     "nvfp4_expanded_mse": ObserverName(
-        file="mse",
         kind="NVFP4ExpandedMSEObserver",
         summary="NVFP4 search by error between 1.8 and 0.8 times the range",
         options=NVFP4_EXPANDED_SEARCH,
         aliases=("fouroversix",),
     ),
     "nvfp4_expanded_imatrix": ObserverName(
-        file="imatrix",
         kind="NVFP4ExpandedIMatrixObserver",
         summary="NVFP4 search by importance between 1.5 and 0.5 times the range",
         options=NVFP4_EXPANDED_IMPORTANCE,

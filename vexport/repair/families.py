@@ -152,7 +152,8 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
     if isinstance(scheme, str) or scheme.dynamic:
         return Changes()
     per_head = scheme.strategy == KV_CACHES["fp8_per_head"].strategy
-    layers = attention_layers(_rows(view), view.model.names, per_head=per_head)
+    fused, names = view.model.fused_layers, view.model.names
+    layers = attention_layers(fused, _rows(view), names, per_head=per_head)
     if any(tensor is not None for _, _, tensor in cache_scales(view)):
         return Changes()
     edits = []

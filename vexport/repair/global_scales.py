@@ -32,7 +32,7 @@ from vexport.fidelity.weights import REFITTED_DB, nearest_weight
 from vexport.formats.dequantize import ct_scheme
 from vexport.numerics import E4M3_MAX
 from vexport.numerics.metrics import quantization_error
-from vexport.observers import MemorylessMinMaxObserver
+from vexport.observers.minmax import MemorylessMinMax
 from vexport.observers.qparams import scale_and_zero_point
 from vexport.records import Finding, Repair, TensorInfo, TensorSpec
 from vexport.repair.write import LOSSLESS, Changes, Edit
@@ -463,8 +463,8 @@ def _rescaled(
 def _requantized(
     group: ConfigGroup, weight: torch.Tensor, shared: float
 ) -> Mapping[str, torch.Tensor]:
-    observer = MemorylessMinMaxObserver("weight", replace(group.weights, observer_kwargs={}))
-    observer.forward(weight)
+    observer = MemorylessMinMax("weight", replace(group.weights, observer_kwargs={}))
+    observer.observe(weight)
     global_scale = torch.tensor([shared])
     scale, zero_point = scale_and_zero_point(*observer.range(), group.weights, global_scale)
     state = {

@@ -141,7 +141,7 @@ def _known_observer(name: str | None) -> str | None:
     if name is None:
         return None
     # Names from `Observer.register`. They exist only if the program has imported observer classes.
-    module = sys.modules.get("vexport.observers.base")
+    module = sys.modules.get("vexport.observers")
     registered = (
         [kind.registry_name for kind in module.Observer.registered_classes()] if module else []
     )

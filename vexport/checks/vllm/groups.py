@@ -284,8 +284,4 @@ def fits(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> bool:
     expected = group.expected(parameters)
     if expected is None or expected.keys() != parameters.keys() - {"bias"}:
         return False
-    return all(
-        parameters[parameter].dtype in form.dtypes
-        and parameters[parameter].shape in (form.shape, ())
-        for parameter, form in expected.items()
-    )
+    return all(form.accepts(parameters[parameter]) for parameter, form in expected.items())

@@ -128,9 +128,7 @@ def _usable_tensors(
         tensor = parameters.get(name)
         if tensor is None and name in unread:
             continue
-        if tensor is None or tensor.dtype not in form.dtypes:
-            return None
-        if tensor.shape != form.shape and (tensor.shape, form.shape) != ((), (1,)):
+        if tensor is None or not form.accepts(tensor):
             return None
     if expected is None:
         return None

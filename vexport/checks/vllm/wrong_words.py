@@ -116,10 +116,7 @@ def _allows(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> boo
     if not stored <= expected.keys():
         return False
     if not all(
-        layer.parameters[name].dtype in form.dtypes
-        and layer.parameters[name].shape in (form.shape, ())
-        for name, form in expected.items()
-        if name in stored
+        form.accepts(layer.parameters[name]) for name, form in expected.items() if name in stored
     ):
         return False
     size = layer.filled(SHAPE)

@@ -7,6 +7,7 @@ from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.stored_schemes import schemes_of_groups
 from vexport.engine.messages import REASONS
 from vexport.records import MESSAGE_SEPARATOR
+from vexport.words import listed
 
 # A message of at most this many characters is shown in full as the cause. For a longer message, the
 # first sentence is the cause.
@@ -40,9 +41,7 @@ def with_cause(
     `capabilities` are the capabilities of the cells that were refused for this reason.
     """
     version = ".".join(vllm.split(".")[:2])
-    devices = " and ".join(
-        filter(None, (", ".join(map(str, capabilities[:-1])), str(capabilities[-1])))
-    )
+    devices = listed([*map(str, capabilities)], "and")
     if _NO_KERNEL.search(reason):
         return (
             f"no kernel of vLLM {version} runs {_schemes_text(groups, capabilities)} on SM "
@@ -67,9 +66,10 @@ def _objection(reason: str) -> str:
     objection of all backends is the cause. If there is no such objection, the result has the
     backends with the fewest objections, because these come closest to running the model.
     """
-    config, _, listed = reason.partition(REASONS)
+    config, _, reasons = reason.partition(REASONS)
     backends = {
-        name: _split_objections(objections) for name, objections in _OBJECTIONS.findall(listed)
+        name: [each.strip() for each in objections.split(", ") if each.strip()]
+        for name, objections in _OBJECTIONS.findall(reasons)
     }
     if not backends:
         return ""
@@ -83,19 +83,15 @@ def _objection(reason: str) -> str:
         settings["head_size"] += " (kv_lora_rank + qk_rope_head_dim)"
     fewest = min(map(len, backends.values()))
     nearest = {name: each for name, each in backends.items() if len(each) == fewest}
-    common = [each for each in nearest[next(iter(nearest))] if _all_have(backends, each)]
+    common = [
+        objection
+        for objection in next(iter(nearest.values()))
+        if all(objection in each for each in backends.values())
+    ]
     if common:
         return f": {_with_values(common, settings)}"
     words = (f"{name}: {_with_values(each, settings)}" for name, each in nearest.items())
     return f": {'; '.join(words)}"
-
-
-def _split_objections(objections: str) -> tuple[str, ...]:
-    return tuple(each.strip() for each in objections.split(", ") if each.strip())
-
-
-def _all_have(backends: Mapping[str, Sequence[str]], objection: str) -> bool:
-    return all(objection in each for each in backends.values())
 
 
 def _with_values(objections: Sequence[str], settings: Mapping[str, str]) -> str:

@@ -47,22 +47,6 @@ def control_kind(result: CellResult, *, has_source: bool) -> ControlKind | None:
     return "same config" if result.built else "config alone"
 
 
-def control_of(
-    result: CellResult,
-    kind: ControlKind,
-    *,
-    is_same: bool,
-    loads_elsewhere: bool,
-) -> Control:
-    """Convert the result of an unquantized model to a `Control`."""
-    return Control(
-        kind=kind,
-        is_same=is_same,
-        faults=result.faults,
-        loads_elsewhere=loads_elsewhere,
-    )
-
-
 def same_refusal(
     result: CellResult, unquantized: CellResult, stored: Container[str] = frozenset()
 ) -> bool:
@@ -97,8 +81,7 @@ def without_shared_errors(result: CellResult, reason: str, *, requested: bool) -
             return replace(result, reason=reason)
         model = _MODELS[control.kind]
         return replace(result, outcome="unknown", reason=f"{_ALSO_REFUSES}{model}: {reason}")
-    shared = {_key(fault) for fault in control.faults}
-    faults = tuple(fault for fault in result.faults if not _is_shared(fault, shared))
+    faults = tuple(fault for fault in result.faults if not _is_shared(fault, control))
     return replace(result, reason=reason, faults=faults)
 
 
@@ -107,8 +90,8 @@ def is_shared_refusal(reason: str) -> bool:
     return reason.startswith(_ALSO_REFUSES)
 
 
-def _is_shared(fault: Miscopy, shared: set[tuple[str, str]]) -> bool:
-    return fault.kind in _ERRORS and _key(fault) in shared
+def _is_shared(fault: Miscopy, control: Control) -> bool:
+    return fault.kind in _ERRORS and any(_key(fault) == _key(each) for each in control.faults)
 
 
 def _key(fault: Miscopy) -> tuple[str, str]:
@@ -124,10 +107,8 @@ def not_judged(results: Sequence[CellResult]) -> tuple[NotJudged, ...]:
     found: dict[str, NotJudged] = {}
     for result in results:
         control = result.control
-        shared = {_key(fault) for fault in control.faults} if control is not None else set()
         for fault in result.faults:
-            if _is_shared(fault, shared):
-                assert control is not None
+            if control is not None and _is_shared(fault, control):
                 why = (
                     f"vLLM has the same problem with {_MODELS[control.kind]}: got {fault.got}, "
                     f"need {fault.expected}"

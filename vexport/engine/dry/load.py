@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -47,6 +47,7 @@ from vexport.records import (
 )
 from vexport.rules import dry_load as rules
 from vexport.rules.book import Rule
+from vexport.words import first_and_more
 
 CHECK = "dry-load"
 # The cells that must load. all: every cell. any: at least one cell for each tensor parallel size.
@@ -104,16 +105,15 @@ def judge(
     # Memory does not depend on the capability, so the first loaded cell of each tensor parallel
     # size is used.
     memory = {each.memory.tp: each.memory for each in reversed(results) if each.memory is not None}
-    findings = (*_not_loaded(results, require), *_faults(results), *_precisions(results))
+    needed = _needed_cells(results, require)
+    findings = (*_not_loaded(results, needed), *_faults(results), *_precisions(results))
     return DryLoadReport(
         checkpoint=name,
         ok=all(finding.severity != "error" for finding in findings),
         findings=findings,
         vllm=vllm,
         cuda=cuda,
-        cells=tuple(
-            _cell(result, needed=_needed(result.cell, results, require)) for result in results
-        ),
+        cells=tuple(_cell(result, needed=result.cell in needed) for result in results),
         rows=tuple(_rows(results)),
         memory=tuple(memory[tp] for tp in sorted(memory)),
         not_judged=left_out,
@@ -201,13 +201,14 @@ def _cell(result: CellResult, *, needed: bool = True) -> MatrixCell:
     )
 
 
-def _needed(cell: Cell, results: Sequence[CellResult], require: Require) -> bool:
-    """Return True if a cell must load.
+def _needed_cells(results: Sequence[CellResult], require: Require) -> Set[Cell]:
+    """Return the cells that must load.
 
     With `require` "any", a cell must load if no cell of the same tensor parallel size loaded.
     """
     loaded = {result.cell.tp for result in results if result.outcome == "loaded"}
-    return require == "all" or cell.tp not in loaded
+    cells = [result.cell for result in results]
+    return {cell for cell in cells if require == "all" or cell.tp not in loaded}
 
 
 def _status(layers: Sequence[LayerKind], faults: Sequence[Miscopy]) -> CellStatus:
@@ -242,16 +243,15 @@ def _layer_cell(result: CellResult, like: LayerKind) -> MatrixCell:
     return _cell(result)
 
 
-def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Finding]:
+def _not_loaded(results: Sequence[CellResult], needed: Set[Cell]) -> Iterator[Finding]:
     reasons = defaultdict[tuple[str, str, str], list[Cell]](list)
     for result in results:
         if result.outcome != "loaded":
             reasons[result.outcome, result.where or "checkpoint", result.reason].append(result.cell)
     for (outcome, where, reason), cells in reasons.items():
-        needed = any(_needed(cell, results, require) for cell in cells)
         rule = rules.REFUSED if outcome == "refused" else rules.NOT_SHOWN
         yield Finding.at(
-            rule if needed else rule.as_warning,
+            rule.as_warning if needed.isdisjoint(cells) else rule,
             _in_cells(where, cells, results),
             tp=tuple(dict.fromkeys(cell.tp for cell in cells)),
             sm=tuple(dict.fromkeys(cell.sm for cell in cells)),
@@ -272,11 +272,11 @@ def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
     for fault, tried in cells_of.values():
         alike[fault.kind, fault.expected, fault.got, tuple(tried)].append(fault)
     for (*_, cells), (fault, *others) in alike.items():
-        more = f" and {len(others):,} more" if others else ""
+        places = [each.where for each in (fault, *others)]
         yield Finding.at(
             _FAULTS[fault.kind],
-            _in_cells(f"{fault.where}{more}", cells, results),
-            places=(fault.where, *(each.where for each in others)) if others else (),
+            _in_cells(first_and_more(places), cells, results),
+            places=places if others else (),
             found=fault.got,
             expected=fault.expected,
         )

@@ -23,10 +23,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from vexport.checkpoint.index import read_index
-from vexport.engine.dry.controls import control_kind, control_of, same_refusal
+from vexport.engine.dry.controls import control_kind, same_refusal
 from vexport.engine.messages import (
     Cell,
     CellResult,
+    Control,
     ControlKind,
     DryRequest,
     DryResult,
@@ -160,19 +161,16 @@ def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list
         for number, kind in _distinct_models(refused)
         for cell in request.plain_cells
     }
-    loading = {
-        key[0]
-        for key, result in _try_control_cells(request, plain).items()
-        if result.outcome == "loaded"
-    }
+    plain_results = _try_control_cells(request, plain)
+    loading = {number for (number, _), each in plain_results.items() if each.outcome == "loaded"}
     return [
         [
             replace(
                 result,
-                control=control_of(
-                    controls[key],
-                    kinds[key],
+                control=Control(
+                    kind=kinds[key],
                     is_same=key in refused,
+                    faults=controls[key].faults,
                     loads_elsewhere=number in loading,
                 ),
             )
@@ -416,15 +414,12 @@ def _run(tries: Sequence[DryTry], report: OnProgress) -> None:
         for ended in [child for child in running if not child.is_alive()]:
             attempt = running.pop(ended)
             _write_missing_result(attempt, ended.exitcode or 0)
-            if (reason := from_json(CellResult, attempt.file).reason) in _limit_reasons(attempt):
+            reason = from_json(CellResult, attempt.file).reason
+            if reason in (_TOO_LARGE, _TOO_SLOW.format(attempt.request.try_seconds)):
                 same = [each for each in waiting if each.checkpoint == attempt.checkpoint]
                 _skip_tries([same], reason)
                 waiting = [each for each in waiting if each not in same]
         report(_STAGE, len(tries) - len(waiting) - len(running), len(tries))
-
-
-def _limit_reasons(attempt: DryTry) -> tuple[str, str]:
-    return _TOO_LARGE, _TOO_SLOW.format(attempt.request.try_seconds)
 
 
 def _try(attempt: DryTry) -> None:

@@ -15,13 +15,15 @@ range that yields these scales. Fused layers, statistics over ranks and input sc
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed
 
 from vexport.numerics import E2M1_MAX, E4M3_MAX
+from vexport.observers.base import ScalePair
 from vexport.observers.flatten import WEIGHT, blocks_of
 from vexport.observers.qparams import (
     ObserverArgs,
@@ -32,8 +34,9 @@ from vexport.observers.qparams import (
 )
 from vexport.observers.search import Range
 
-# Scale and zero point.
-ScalePair = tuple[torch.Tensor, torch.Tensor]
+if TYPE_CHECKING:
+    from vexport.observers.llmcompressor.observer import Observer
+
 VEXPORT_PACKAGE = "vexport.observers"
 # Tensor id of ranges that are observed without a `tensor_id`, as in llm-compressor.
 DEFAULT_ID = "default"
@@ -57,22 +60,6 @@ REPLACED_METHODS: Mapping[str, str] = {
 NEWER_METHOD = "update_statistics_from_observed"
 # Attribute in which llm-compressor's observers declare how ranks reduce their statistics.
 SYNC_ATTRIBUTE = "_act_sync_dict"
-
-
-class OlderObserver(Protocol):
-    """Attributes and methods of an observer that the functions of this module use."""
-
-    base_name: str
-    args: ObserverArgs
-
-    @property
-    def strategy(self) -> str: ...
-
-    @property
-    def calculate_qparams(self) -> Callable[..., object]: ...
-
-    @property
-    def get_qparams_along_dim(self) -> Callable[..., object]: ...
 
 
 def is_overridden(kind: type, name: str) -> bool:
@@ -203,14 +190,15 @@ def _calls(kind: type, name: str) -> bool:
     return any(name in code.co_names for code in codes if code is not None)
 
 
-def call_older_method(
+def call_for_pair(
     method: Callable[..., object], observed: torch.Tensor, given: Mapping[str, object]
-) -> object:
-    """Call an older method with the arguments in `given` that are not None and that it accepts.
+) -> ScalePair:
+    """Return the pair of tensors that an older method returns for a tensor.
 
-    The oldest methods accept neither `tensor_id` nor `global_scale`.
+    The arguments in `given` are passed if they are not None and the method accepts them. The oldest
+    methods accept neither `tensor_id` nor `global_scale`.
     """
-    return method(observed, **accepted(method, given))
+    return as_tensor_pair(method(observed, **accepted(method, given)), method.__name__)
 
 
 def accepted(method: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
@@ -327,7 +315,7 @@ def has_equal_groups(
 
 
 def scales_by_older_methods(
-    observer: OlderObserver,
+    observer: "Observer",
     observed: torch.Tensor,
     g_idx: torch.Tensor | None,
     global_scale: torch.Tensor | None,
@@ -339,40 +327,33 @@ def scales_by_older_methods(
     """
     strategy, is_weight = observer.strategy, observer.base_name == WEIGHT
     if strategy == "tensor":
-        answer = call_older_method(
-            observer.calculate_qparams, observed, {"global_scale": global_scale}
-        )
-        scale, zero_point = as_tensor_pair(answer, "calculate_qparams")
-        return scale.reshape(1), zero_point.reshape(1)
+        given = {"global_scale": global_scale}
+        return _reshaped(call_for_pair(observer.calculate_qparams, observed, given), 1)
     if strategy == "channel":
-        return _scales_along_dim(observer, observed, 0, None, None)
+        return _scales_along_dim(observer, observed, 0)
     if strategy == "block":
         return _scales_by_block(observer, observed)
     if strategy in ("group", "tensor_group"):
         flat = observed if is_weight else observed.reshape(-1, observed.shape[-1])
         return _scales_by_group(observer, flat, g_idx, global_scale)
     if strategy == "attn_head":
-        scale, zero_point = _scales_along_dim(observer, observed, 1, None, None)
-        return scale.reshape(-1, 1, 1), zero_point.reshape(-1, 1, 1)
+        return _reshaped(_scales_along_dim(observer, observed, 1), -1, 1, 1)
     tokens = observed if observed.ndim > 2 else observed.unsqueeze(0)
-    scale, zero_point = _scales_along_dim(observer, tokens, 1, None, None)
-    return scale.reshape(-1), zero_point.reshape(-1)
+    return _reshaped(_scales_along_dim(observer, tokens, 1), -1)
+
+
+def _reshaped(pair: ScalePair, *shape: int) -> ScalePair:
+    return pair[0].reshape(shape), pair[1].reshape(shape)
 
 
 def _scales_along_dim(
-    observer: OlderObserver,
-    observed: torch.Tensor,
-    dim: int,
-    tensor_id: Hashable,
-    global_scale: torch.Tensor | None,
+    observer: "Observer", observed: torch.Tensor, dim: int, **given: object
 ) -> ScalePair:
-    given = {"dim": dim, "tensor_id": tensor_id, "global_scale": global_scale}
-    answer = call_older_method(observer.get_qparams_along_dim, observed, given)
-    return as_tensor_pair(answer, "get_qparams_along_dim")
+    return call_for_pair(observer.get_qparams_along_dim, observed, {"dim": dim, **given})
 
 
 def _scales_by_group(
-    observer: OlderObserver,
+    observer: "Observer",
     observed: torch.Tensor,
     g_idx: torch.Tensor | None,
     global_scale: torch.Tensor | None,
@@ -381,39 +362,36 @@ def _scales_by_group(
     assert size is not None
     order = column_order(g_idx, observed, observer.args)
     ordered = observed if order is None else observed.index_select(-1, order)
-    is_weight, pairs, start = observer.base_name == WEIGHT, list[ScalePair](), 0
-    for number, columns in enumerate(group_widths(g_idx, observed.shape[-1], size)):
-        part = ordered[:, start : start + columns]
-        start += columns
-        if is_weight:
-            pairs.append(_scales_along_dim(observer, part, 0, number, global_scale))
-            continue
-        given = {"reduce_dims": (0, 1), "tensor_id": number, "global_scale": global_scale}
-        pairs.append(
-            as_tensor_pair(
-                call_older_method(observer.calculate_qparams, part, given), "calculate_qparams"
-            )
-        )
-    rows = observed.shape[0] if is_weight else 1
+    parts = torch.split(ordered, group_widths(g_idx, observed.shape[-1], size), dim=1)
+    pairs = list[ScalePair]()
+    for number, part in enumerate(parts):
+        given = {"tensor_id": number, "global_scale": global_scale}
+        if observer.base_name == WEIGHT:
+            pair = _scales_along_dim(observer, part, 0, **given)
+            rows = observed.shape[0]
+        else:
+            pair = call_for_pair(observer.calculate_qparams, part, {"reduce_dims": (0, 1), **given})
+            rows = 1
+        pairs.append(pair)
     scale, zero_point = (
-        torch.cat([each.reshape(-1, 1).expand(rows, 1) for each in parts], dim=1)
-        for parts in zip(*pairs, strict=True)
+        torch.cat([each.reshape(-1, 1).expand(rows, 1) for each in ends], dim=1)
+        for ends in zip(*pairs, strict=True)
     )
-    return (scale, zero_point) if is_weight else (scale[0], zero_point[0])
+    return (scale, zero_point) if observer.base_name == WEIGHT else (scale[0], zero_point[0])
 
 
-def _scales_by_block(observer: OlderObserver, weight: torch.Tensor) -> ScalePair:
+def _scales_by_block(observer: "Observer", weight: torch.Tensor) -> ScalePair:
     blocks = blocks_of(weight, observer.args)
     rows, columns = blocks.shape[:2]
-    pairs = []
-    for row in range(rows):
-        for column in range(columns):
-            given = {"reduce_dims": (0, 1), "tensor_id": (row, column)}
-            answer = call_older_method(observer.calculate_qparams, blocks[row, column], given)
-            pairs.append(as_tensor_pair(answer, "calculate_qparams"))
+    pairs = [
+        call_for_pair(
+            observer.calculate_qparams, blocks[place], {"reduce_dims": (0, 1), "tensor_id": place}
+        )
+        for place in product(range(rows), range(columns))
+    ]
     scale, zero_point = (
-        torch.cat([each.reshape(1) for each in parts]).reshape(rows, columns)
-        for parts in zip(*pairs, strict=True)
+        torch.cat([each.reshape(1) for each in ends]).reshape(rows, columns)
+        for ends in zip(*pairs, strict=True)
     )
     return scale, zero_point
 
@@ -497,7 +475,7 @@ def flatten_dimensions(
     return moved.reshape(1, number, 1, -1), shape
 
 
-def is_relative_to_global(observer: OlderObserver, older: frozenset[str]) -> bool:
+def is_relative_to_global(observer: "Observer", older: frozenset[str]) -> bool:
     """Return True if the scales of an older method are already relative to the global scale.
 
     This is the case if the method receives the global scale. Also returns True for formats other

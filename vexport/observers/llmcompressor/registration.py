@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import ClassVar, Self, TypeVar
 
-from vexport.observers import older
-from vexport.observers.bases import RegistryMixin
+from vexport.observers.llmcompressor import older
+from vexport.observers.llmcompressor.bases import RegistryMixin
 from vexport.records.observer_names import CLASS_SEPARATOR, folded
 
 RegisteredT = TypeVar("RegisteredT", bound="RegisteredObserver")
@@ -19,7 +19,7 @@ class RegisteredObserver(RegistryMixin):
     subclass is imported.
     """
 
-    registry_name: ClassVar[str] = ""
+    registry_name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -71,11 +71,6 @@ class RegisteredObserver(RegistryMixin):
 
     @classmethod
     def get_value_from_registry(cls, name: str) -> type[Self]:
-        """Return the class with this name, as `of_name` does."""
-        return cls.of_name(name)
-
-    @classmethod
-    def of_name(cls, name: str) -> type[Self]:
         """Return the class for a registry name, an alias or package.module:Class.
 
         Raises ValueError if there is no such class.
