@@ -128,16 +128,14 @@ def test_server_answers_like_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "addition loses" in table
     assert cause.startswith("cause         the loader: ")
     assert "global_scale" in cause
-    reports = [
-        json.loads((out / "candidate" / part / "report.json").read_text())
-        for part in ("1-v1", "2-broken")
-    ]
+    address = url.removeprefix("http://").removesuffix("/v1").replace(":", "-")
+    served, engine = out / "candidate" / f"1-{address}", out / "candidate" / "2-broken"
+    reports = [json.loads((each / "report.json").read_text()) for each in (served, engine)]
     assert [(each["outcome"], each["load"] is None) for each in reports] == [
         ("PASS", True),
         ("FAIL", False),
     ]
     assert reports[1]["attribution"]["guilty"] == "loader"
-    served, engine = out / "candidate" / "1-v1", out / "candidate" / "2-broken"
     assert answers(out / "baseline") == answers(served)
     assert answers(engine) != answers(served)
     # A pass needs no attribution, so that no reference is computed.
