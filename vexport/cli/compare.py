@@ -38,12 +38,16 @@ from vexport.cli.options import (
     require_apart,
     stacked,
 )
-from vexport.cli.prompting import EVALUATE_SYNTAXES, chat_template_option
+from vexport.cli.prompting import (
+    EVALUATE_SYNTAXES,
+    chat_template_option,
+    evaluation_settings,
+    given_evaluation,
+)
 from vexport.cli.settings import (
     PLAIN,
     SETTINGS,
     Syntax,
-    given_settings,
     option_names,
     setting_option,
     setting_options,
@@ -364,17 +368,9 @@ def _evaluate(scenario: "Scenario | None") -> "Evaluate":
 
     Raises UsageError without tasks and text, and InputErrors if settings contradict each other.
     """
-    from vexport.scenario import Evaluate, problems_at
     from vexport.scenario.evaluate import ModelSettings
 
-    keys = given_settings("evaluate")
-    options = click.get_current_context().params
-    if options["chat_template"]:
-        if options["apply_chat_template"] is False:
-            raise click.UsageError(
-                "--chat-template names a template, --no-apply-chat-template applies none."
-            )
-        keys["apply_chat_template"] = options["chat_template"]
+    keys = given_evaluation()
     if scenario is not None and scenario.evaluate is not None:
         # The baseline is the first variant, and all variants run on this machine.
         models = {*ModelSettings.model_fields}
@@ -382,10 +378,7 @@ def _evaluate(scenario: "Scenario | None") -> "Evaluate":
         keys = {**kept, **keys}
     if not (keys.get("tasks") or keys.get("text")):
         raise click.UsageError("Give --task NAME_OR_YAML, or --text DATA in the place of tasks.")
-    with problems_at("compare"):
-        settings = Evaluate.model_validate(keys)
-    folders = tuple(path.resolve() for path in settings.include_path)
-    return settings.model_copy(update={"include_path": folders})
+    return evaluation_settings("compare", keys)
 
 
 def _conclude_variants(report: "Report", faults: Sequence[VexportError]) -> None:

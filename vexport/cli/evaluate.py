@@ -35,7 +35,12 @@ from vexport.cli.options import (
     output_file,
     require_apart,
 )
-from vexport.cli.prompting import EVALUATE_SYNTAXES, chat_template_option
+from vexport.cli.prompting import (
+    EVALUATE_SYNTAXES,
+    chat_template_option,
+    evaluation_settings,
+    given_evaluation,
+)
 from vexport.cli.settings import given_settings, setting_options
 from vexport.names import AcceptedFile, ModelRef, parse_model
 
@@ -45,7 +50,6 @@ if TYPE_CHECKING:
     from vexport.judge.accepted_settings import CompletedSettings
     from vexport.records import Verdict
     from vexport.run.eval_run import Evaluations
-    from vexport.scenario import Evaluate
 
 VERDICT_FORMATS = (*FORMATS, "html", "markdown")
 
@@ -89,10 +93,6 @@ class ComparisonOptions:
         if options["text"] and (baseline is None or self.accept):
             raise click.UsageError(
                 "--text needs --baseline SOURCE alone, without --against or --accept."
-            )
-        if options["chat_template"] and options["apply_chat_template"] is False:
-            raise click.UsageError(
-                "--chat-template names a template, --no-apply-chat-template applies none."
             )
         if len(options["checkpoints"]) > 1 and self.accept:
             raise click.UsageError("--accept stores the scores of one model: give one CHECKPOINT.")
@@ -188,7 +188,9 @@ def evaluate(
 
     options = click.get_current_context().params
     comparison = comparison.consistent(options)
-    keys = _given_keys(comparison.baseline, options["chat_template"])
+    keys = given_evaluation()
+    if comparison.baseline is not None:
+        keys["baseline"] = comparison.baseline
     serve = session.serve(tp)
     completed: CompletedSettings | None = None
     if comparison.against is not None:
@@ -198,7 +200,7 @@ def evaluate(
         keys, serve = dict(completed.keys), completed.serve
         if completed.filled and not output.quiet:
             note(f"settings from {comparison.against}: {_shown_settings(completed.filled)}")
-    settings = _settings(keys)
+    settings = evaluation_settings("eval", keys)
     folder = output_dir or Path("runs") / f"eval-{_name(checkpoints)}"
     written = [NamedPath(label="--output-dir", path=folder)]
     require_apart(click.get_current_context(), list(evaluation_inputs(settings, "--task")), written)
@@ -255,16 +257,6 @@ def _name(checkpoints: Sequence[ModelRef]) -> str:
     return checkpoints[0].file_name + more
 
 
-def _given_keys(baseline: ModelRef | None, chat_template: str | None) -> dict[str, object]:
-    """Return the settings that the command's options give, by key of `Evaluate`."""
-    keys = given_settings("evaluate")
-    if baseline is not None:
-        keys["baseline"] = baseline
-    if chat_template:
-        keys["apply_chat_template"] = chat_template
-    return keys
-
-
 def _shown_settings(settings: "Mapping[str, JsonValue]") -> str:
     """Return settings in words: `tasks gsm8k, arc_easy; limit 100`."""
     shown = []
@@ -272,19 +264,6 @@ def _shown_settings(settings: "Mapping[str, JsonValue]") -> str:
         text = ", ".join(map(str, value)) if isinstance(value, list) else json.dumps(value)
         shown.append(f"{key} {text}")
     return "; ".join(shown)
-
-
-def _settings(keys: Mapping[str, object]) -> "Evaluate":
-    """Return the settings with these keys. Paths in `include_path` are made absolute.
-
-    Raises InputErrors if the settings are not valid together.
-    """
-    from vexport.scenario import Evaluate, problems_at
-
-    with problems_at("eval"):
-        settings = Evaluate.model_validate(dict(keys))
-    folders = tuple(path.resolve() for path in settings.include_path)
-    return settings.model_copy(update={"include_path": folders})
 
 
 def _text(evaluations: "Evaluations") -> str:

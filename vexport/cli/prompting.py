@@ -7,17 +7,20 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from vexport.cli.arguments import parse_json
 from vexport.cli.options import FOLDER, option
-from vexport.cli.settings import Syntax
+from vexport.cli.settings import Syntax, given_settings
 from vexport.names import parse_source, user_text
 from vexport.records import BatchSize, Scalar
 from vexport.records.chosen_metric import CHOSEN_METRIC_NEED, parse_chosen_metric
 from vexport.records.margin import EVERY_TASK, MarginSetting, MarginValue, parse_margin
+
+if TYPE_CHECKING:
+    from vexport.scenario import Evaluate
 
 GenerationValue = Scalar | list[Scalar] | dict[str, Scalar]
 _WORDS: dict[str, Scalar] = {"true": True, "false": False, "none": None}
@@ -145,3 +148,29 @@ chat_template_option = option(
     metavar="NAME",
     heading="Prompts",
 )
+
+
+def given_evaluation() -> dict[str, object]:
+    """Return the settings of the evaluation that the user gave, by key of `Evaluate`."""
+    keys = given_settings("evaluate")
+    options = click.get_current_context().params
+    if options["chat_template"]:
+        if options["apply_chat_template"] is False:
+            raise click.UsageError(
+                "--chat-template names a template, --no-apply-chat-template applies none."
+            )
+        keys["apply_chat_template"] = options["chat_template"]
+    return keys
+
+
+def evaluation_settings(command: str, keys: Mapping[str, object]) -> "Evaluate":
+    """Return the settings with these keys. Paths in `include_path` are made absolute.
+
+    Raises InputErrors if the settings are not valid together.
+    """
+    from vexport.scenario import Evaluate, problems_at
+
+    with problems_at(command):
+        settings = Evaluate.model_validate(dict(keys))
+    folders = tuple(path.resolve() for path in settings.include_path)
+    return settings.model_copy(update={"include_path": folders})
