@@ -124,7 +124,6 @@ def _is_same(old: "JsonValue", new: "JsonValue") -> bool:
 
 
 def _refuse_constant(name: str) -> float:
-    """Raise ValueError for NaN and Infinity, which are not valid JSON."""
     raise _NotAllowed(f"{name} is not a valid JSON number")
 
 

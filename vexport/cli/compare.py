@@ -199,7 +199,6 @@ def _compare_schemes(
     run_directory: RunDirectory,
     output: OutputOptions,
 ) -> None:
-    """Quantize and evaluate SOURCE in each scheme, and print the table of the runs."""
     from vexport.engine.session import require_engine
     from vexport.outputs.replaceable import NamedPath
     from vexport.reports import render_comparison
@@ -241,7 +240,6 @@ def _compare_schemes(
 def _require_no_options_of_variants(
     schemes: tuple[str, ...], interpreters: Interpreters, output: OutputOptions
 ) -> None:
-    """Raise UsageError for options that do not fit --schemes."""
     if not schemes:
         raise click.UsageError("--schemes: name at least one scheme.")
     if given("serve"):

@@ -88,7 +88,6 @@ def _hidden_setting(key: str) -> Decorator:
 
 
 def _hidden_argument(name: str, text: str, kind: object) -> Decorator:
-    """Return a hidden option for an argument of vLLM."""
     return option(name, text, kind, callback=_store_hidden_value, kept=False, hidden=True)
 
 

@@ -148,7 +148,6 @@ def _is_output_closed() -> bool:
 
 
 def _print_failure(error: BaseException) -> int:
-    """Print a command's exception on stderr and return its exit code."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         # No arguments: print the help, with the exit code of a usage error. Otherwise
         # `vexport $EMPTY` would pass in CI.

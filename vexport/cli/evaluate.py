@@ -317,7 +317,6 @@ def _rendered(evaluations: "Evaluations", format_: str) -> str:
 
 
 def _print_rest(evaluations: "Evaluations", format_: str, *, is_shown: bool) -> None:
-    """Print the rest of the output, and exit by the outcome."""
     verdicts = evaluations.verdicts
     if format_ == "text":
         text = _remaining_text(evaluations, is_shown=is_shown)

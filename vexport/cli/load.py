@@ -136,7 +136,6 @@ def load(
 
 
 def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
-    """Raise UsageError if --dry, --mode and the engine's options contradict each other."""
     for parameter, name in (("sm", "--sm"), ("cards", "--gpu"), ("speculative", "--speculative")):
         if not dry and given(parameter):
             raise click.UsageError(
@@ -162,7 +161,6 @@ def _pages(run_dir: Path | None) -> list[Path]:
 
 
 def _require_run_dir(dry: bool, run_dir: Path | None, overwrite: bool) -> None:
-    """Raise UsageError if --run-dir or --overwrite does not fit the other options."""
     if dry and run_dir is not None:
         raise click.UsageError("--run-dir cannot be used with --dry, which starts no engine.")
     if overwrite and run_dir is None:

@@ -194,7 +194,6 @@ def _note_missing_data(scenario: "Scenario") -> None:
 def _plan_rules(
     source: SourceRef, output: OutputOptions, gpu: "Card | int | None", *, trust_remote_code: bool
 ) -> None:
-    """Print the plan of a model for a scheme or a recipe from the command line."""
     from vexport.api import Calibration
     from vexport.api import plan as api_plan
     from vexport.calibration.data import require_rows
@@ -276,7 +275,6 @@ def _duration(plan: "Plan", text: "Calibration | None") -> str | None:
 def _compare_schemes(
     source: SourceRef, output: OutputOptions, gpu: "Card | int | None", *, every: bool
 ) -> None:
-    """Print the table of all schemes, for one GPU or for all GPUs."""
     from vexport.api import plan_schemes
     from vexport.reports.plan import render_table
 

@@ -167,14 +167,12 @@ def report(run_dirs: tuple[Path, ...], history: bool, output: OutputOptions) -> 
 
 
 def _show_one(folder: Path, output: OutputOptions) -> None:
-    """Print the report in a run directory, and exit with its code."""
     from vexport.api import report as api_report
 
     conclude(*_show_run(folder, api_report(folder), output))
 
 
 def _show_run(folder: Path, report: "Report", output: OutputOptions) -> _Conclusion:
-    """Print the report of one run."""
     from vexport.reports import render
 
     file = output_file(click.get_current_context())

@@ -194,7 +194,6 @@ def _versions(reports: Sequence[LoadReport | DryLoadReport]) -> list[doc.Documen
 
 
 def _load_answer(report: LoadReport | DryLoadReport) -> str:
-    """Return the text of a load in the table of checkpoints."""
     if isinstance(report, DryLoadReport):
         loaded = sum(cell.loads for cell in report.cells)
         answer = "loads" if report.ok else "FAILS"

@@ -131,14 +131,12 @@ def _places(findings: Sequence[Finding]) -> str:
 
 
 def _is_cause(finding: Finding) -> bool:
-    """Return True if the finding is an error of the quantization config."""
     return (
         finding.check == "config" and finding.severity == "error" and _CONFIG_KEY in finding.where
     )
 
 
 def _follows(finding: Finding) -> bool:
-    """Return True if the finding may be the consequence of a wrong quantization config."""
     return finding.check in _JUDGED_BY_CONFIG and _CONFIG_KEY not in finding.where
 
 
@@ -158,7 +156,6 @@ def folded_places(places: Sequence[str]) -> str:
 
 
 def _fill_numbers(pattern: str, numbers: Sequence[tuple[int, ...]]) -> str:
-    """Return the pattern with the ranges of its numbers."""
     slots = [sorted({*values}) for values in zip(*numbers, strict=True)]
     exact = math.prod(map(len, slots)) == len(numbers)
     texts = iter([_ranges(values) if exact or len(values) == 1 else "*" for values in slots])

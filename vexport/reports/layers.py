@@ -42,7 +42,6 @@ def checkpoint_sections(made: MadeCheckpoint) -> Iterator[doc.Section]:
 
 
 def _size_section(made: MadeCheckpoint) -> doc.Section:
-    """Return the sizes before and after, in total and by kind of layer."""
     plan = made.plan
     kept = f": {folded_places(plan.kept_linears)}" if plan.kept_linears else ""
     layers = count(sum(len(group.members) for group in plan.groups))
@@ -129,7 +128,6 @@ def _snr(layer: LayerError) -> float:
 
 
 def _sensitivity_sections(made: MadeCheckpoint) -> Iterator[doc.Section]:
-    """Yield the losses of each group of layers, and the mixed scheme that was chosen from them."""
     if made.sensitivity:
         yield _sensitivity(made.sensitivity, made.mixed)
     if mixed := made.mixed:
@@ -282,7 +280,6 @@ def _heat(kl: float, limit: float) -> int:
 
 
 def _budget(mixed: MixedScheme) -> str:
-    """Return the budget of the mixed scheme as text."""
     if mixed.budget == "bits":
         return f"{mixed.limit:g} bits per weight"
     if mixed.budget == "bytes":

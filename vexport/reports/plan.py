@@ -87,7 +87,6 @@ def _calibration_line(plan: Plan, calibration: Calibration | None) -> str:
 
 
 def _runs_on(plan: Plan, sm: int) -> str:
-    """Return how GPUs of a compute capability run the schemes of a plan."""
     lines = (f"{name} {runs_text(on_gpu)}" for name, on_gpu in schemes_on(plan.schemes, sm))
     return f"on {generation(sm)}: {', '.join(lines)}"
 
@@ -117,14 +116,12 @@ def render_table(schemes: SchemeTable, format_: str, *, every: bool = True) -> s
 
 
 def _next_plans(schemes: SchemeTable) -> Iterator[str]:
-    """Yield the command that plans each recommended scheme."""
     recommended = schemes.gpu.recommended if schemes.gpu else ()
     for name in [each.scheme for each in recommended] or ["SCHEME"]:
         yield f"vexport plan {shlex.quote(schemes.source)} --scheme {name}"
 
 
 def _schemes_on_all_gpus(schemes: SchemeTable) -> Iterator[doc.Part]:
-    """Yield the table of schemes on all GPUs."""
     rows = (
         (
             scheme.scheme,
@@ -146,7 +143,6 @@ def _schemes_on_all_gpus(schemes: SchemeTable) -> Iterator[doc.Part]:
 
 
 def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> Iterator[doc.Part]:
-    """Yield the recommendations for a GPU and the table of schemes on it."""
     where = generation(gpu.sm)
     if gpu.usable_bytes is not None:
         where = f"{gpu.name}, {where}, {size(gpu.usable_bytes)} for vLLM"
@@ -262,7 +258,6 @@ def _labelled(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _scheme_lines(plan: Plan, scheme: Scheme) -> list[str]:
-    """Return the number of layers that a scheme quantizes, and the kinds of their groups."""
     groups = [group for group in plan.groups if group.scheme == scheme]
     layers = plural(sum(len(group.members) for group in groups), "linear layer")
     support = scheme.format.gpu_support(scheme.args)
@@ -278,7 +273,6 @@ def _group_kind(group: FusionGroup) -> str:
 
 
 def _kept_lines(plan: Plan) -> list[str]:
-    """Return the number of linear layers that are kept, and their kinds."""
     kinds = [*dict.fromkeys(map(_kind, plan.kept_linears))]
     layers = plural(len(plan.kept_linears), "linear layer")
     first = f"{layers}, embeddings, norms and other modules that are not linear"
