@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from jinja2 import nodes
 
@@ -28,7 +28,8 @@ from vexport.records.patterns import TEMPLATE_BYTES, TEMPLATE_SECONDS, memory_li
 from vexport.rules import calibration as rules
 from vexport.rules.book import Rule
 
-Message = Mapping[str, object]
+# A message as rows.py makes it: a role, and content that is text, a list of parts or None.
+Message = Mapping[str, Any]
 ContentFormat = Literal["string", "openai"]
 # Types of content parts with text, and the key that holds the text.
 _TEXT_OF_PART = {
@@ -95,13 +96,13 @@ class ChatTokenizer(Protocol):
 def served_messages(messages: Sequence[Message], template: str) -> list[Message]:
     """Return the messages that vLLM passes to this chat template for the messages of a request.
 
-    Raises RowError if vLLM would refuse the request, or for content that is not text.
+    Raises RowError if vLLM would refuse the request.
     """
     is_openai = content_format(template) == "openai"
     served = [_served_message(message, is_openai=is_openai) for message in messages]
     roles = {message["role"] for message in served}
     if "developer" in roles and not re.search("\"developer\"|'developer'", template):
-        return _with_single_system_message([_as_system(message) for message in served])
+        return _with_single_system_message(served)
     return served
 
 
@@ -200,7 +201,6 @@ def _served_message(message: Message, *, is_openai: bool) -> Message:
 
 
 def _calls_and_reasoning(message: Message) -> Message:
-    """Return the tool calls and the reasoning of an assistant's message."""
     served: dict[str, object] = {}
     if calls := _calls(message):
         served["tool_calls"] = [_served_call(call) for call in calls]
@@ -218,21 +218,13 @@ def _calls_and_reasoning(message: Message) -> Message:
 def _text_parts(message: Message, *, is_openai: bool) -> Iterator[Message]:
     """Yield the parts of a message's content: texts, and references to tools by name."""
     content = message.get("content")
-    if content is None:
-        return
-    if not isinstance(content, Sequence):
-        raise RowError(
-            f"a content of type {type(content).__name__} instead of text or a list of parts"
-        )
-    for part in [content] if isinstance(content, str) else content:
+    for part in [content] if isinstance(content, str) else content or ():
         if isinstance(part, str):
             yield {"type": "text", "text": part}
         elif not isinstance(part, Mapping):
             raise RowError(
                 f"a content part of type {type(part).__name__} instead of text or an object"
             )
-        elif media := media_of_part(part):
-            raise RowError(media, rules.NO_TEXT)
         elif part.get("type") == "tool_reference":
             yield {"type": "tool_reference", "name": part.get("name")}
         elif (text := _text_of_part(part)) is not None:
@@ -274,12 +266,11 @@ def _without_billing_header(parts: Sequence[Message]) -> Iterator[Message]:
             yield {**part, "text": rest}
 
 
-def _calls(message: Message) -> Sequence[Mapping[str, object]]:
-    calls = message.get("tool_calls")
-    return calls if message["role"] == "assistant" and isinstance(calls, Sequence) else ()
+def _calls(message: Message) -> Sequence[Message]:
+    return message.get("tool_calls") or () if message["role"] == "assistant" else ()
 
 
-def _served_call(call: Mapping[str, object]) -> Message:
+def _served_call(call: Message) -> Message:
     """Return a tool call with its arguments as an object, as templates expect.
 
     Arguments that are not a JSON object become an empty object, as in vLLM.
@@ -292,13 +283,12 @@ def _served_call(call: Mapping[str, object]) -> Message:
     return {**call, "function": {**function, "arguments": arguments_of(call) or {}}}
 
 
-def arguments_of(call: Mapping[str, object]) -> Mapping[str, object] | None:
+def arguments_of(call: Message) -> Message | None:
     """Return the arguments of a call as an object.
 
     Returns None if the arguments are neither an object nor the JSON text of an object.
     """
-    function = call.get("function")
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    arguments = call["function"].get("arguments")
     if not arguments:
         return {}
     if isinstance(arguments, str):
@@ -309,28 +299,19 @@ def arguments_of(call: Mapping[str, object]) -> Mapping[str, object] | None:
     return arguments if isinstance(arguments, Mapping) else None
 
 
-def _as_system(message: Message) -> Message:
-    if message["role"] != "developer":
-        return message
-    return {key: value for key, value in message.items() if key != "tools"} | {"role": "system"}
-
-
 def _with_single_system_message(messages: Sequence[Message]) -> list[Message]:
-    """Join all system messages into a single message in front.
+    """Join the messages of system and developer into a single system message in front.
 
-    Messages with a single system message in front stay as they are.
+    The content of a single message in front stays as it is.
     """
-    places = [place for place, message in enumerate(messages) if message["role"] == "system"]
-    if places == [0]:
-        return list(messages)
-    texts = []
-    for place in places:
-        content = messages[place]["content"]
-        text = content if isinstance(content, str) else _join_parts(content)  # type: ignore[arg-type]
-        if text:
-            texts.append(text)
-    others = [message for message in messages if message["role"] != "system"]
-    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
+    systems = [message for message in messages if message["role"] in ("system", "developer")]
+    others = [message for message in messages if message not in systems]
+    if systems == messages[:1]:
+        kept = {key: value for key, value in systems[0].items() if key != "tools"}
+        return [{**kept, "role": "system"}, *others]
+    contents = [message["content"] for message in systems]
+    texts = [text if isinstance(text, str) else _join_parts(text) for text in contents]
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
 
 
 @lru_cache(maxsize=32)

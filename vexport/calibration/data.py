@@ -217,7 +217,8 @@ def has_conversations(data: CalibrationData) -> bool:
     """
     if parse_data(data.name).kind != "path" or not data.chat_template:
         return False
-    return any(_needs_chat_template(row) for row in islice(_RowReader(data).read(), FIRST_ROWS))
+    rows = islice(_RowReader(data).read(), FIRST_ROWS)
+    return any(row.conversation is not None and row.text is None for row in rows)
 
 
 def require_chat_template(root: Path, text: str, *, name: str) -> None:
@@ -229,13 +230,7 @@ def require_chat_template(root: Path, text: str, *, name: str) -> None:
         raise _no_chat_template_error(name, text)
 
 
-def _needs_chat_template(row: Row) -> bool:
-    """Return True if a model without a chat template cannot use the row."""
-    return row.conversation is not None and row.text is None
-
-
 def _no_chat_template_error(model: str, text: str) -> InputError:
-    """Return the error for conversations in `text` and a model without a chat template."""
     return InputError.of(rules.CHAT_TEMPLATE, model, text=text, file=TEMPLATE_FILE)
 
 
@@ -373,7 +368,6 @@ class _Reader(_RowReader):
 
     @cached_property
     def _media_words(self) -> Sequence[str]:
-        """Return the text of the tokens in `_media_ids`."""
         known = [number for number in self._media_ids if number < len(self.tokenizer)]
         words = map(self.tokenizer.convert_ids_to_tokens, known)
         return [word for word in words if word and len(word) > 2]
@@ -500,9 +494,6 @@ class _Reader(_RowReader):
         return self._templates.get(DEFAULT_TEMPLATE)
 
     def _rendered(self, conversation: Conversation, template: str) -> str:
-        """Return the text of a conversation, and count the parts that the template
-        does not show.
-        """
 
         render = partial(render_conversation, self.tokenizer, template)
         text = render(conversation)
@@ -516,7 +507,6 @@ def _refuse_ids(ids: Sequence[int], media: frozenset[int]) -> None:
 
 
 def _row_places(rows: Sequence[tuple[str, RowError]]) -> str:
-    """Return the first place, and the number of further rows."""
     place, others = rows[0][0], len(rows) - 1
     return place + (f" and {others} more row{'s' if others > 1 else ''}" if others else "")
 

@@ -39,22 +39,12 @@ _TABLES: Mapping[str, str] = {".csv": ",", ".tsv": "\t"}
 ARROW = ".arrow"
 PARQUET = ".parquet"
 BATCH_ROWS = 64
-_ARROW_FILE = b"ARROW1"
 # Matches the first key of a JSON object if its value is a list of objects.
 _FIRST_LIST = re.compile(rb'\{\s*"([^"]+)"\s*:\s*\[\s*[\[{]')
 # Number of bytes read from the start of a file to detect its format, and maximum number of bytes
 # parsed to detect a JSON object that spans several lines.
 HEADER_BYTES, PARSED_BYTES = 4096, 1 << 26
-# Signatures of other file formats, with their names and what to do about them.
-_SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
-    (b"PAR1", "a parquet file", "name it .parquet"),
-    (b"\x1f\x8b", "a gzip file", "name it .jsonl.gz"),
-    (b"PK\x03\x04", "a zip archive", "unpack it"),
-    (_ARROW_FILE, "an Arrow file", "name it .arrow"),
-    (b"\x28\xb5\x2f\xfd", "a zstd file", "name it .jsonl.zst"),
-    (b"%PDF", "a PDF", "extract its text"),
-)
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_ARROW_FILE = b"ARROW1"
 # Control characters that do not occur in text.
 _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))
 
@@ -85,7 +75,7 @@ def rows_of_file(path: Path, split: str | None) -> Iterator[RawRow]:
         with _open_file(path) as stream:
             _require_text(path, stream.peek(HEADER_BYTES)[:HEADER_BYTES])
             if suffix in TEXT:
-                yield from _paragraphs(path, stream)
+                yield from _rows_of_text(path, stream)
             elif separator := _TABLES.get(suffix):
                 yield from _rows_of_table(path, stream, separator)
             else:
@@ -197,19 +187,8 @@ def _require_json_lines(path: Path, first: bytes) -> None:
 
 def _require_text(path: Path, start: bytes) -> None:
     """Raise a single InputError for the file if it does not begin like text in UTF-8."""
-    for signature, found, remedy in _SIGNATURES:
-        if start.startswith(signature):
-            raise InputError.of(rules.TEXT, str(path), found=found, remedy=remedy)
-    odd, even = start[1::2].count(0), start[::2].count(0)
-    half = len(start) // 2
-    if start.startswith(_UTF16) or (half and max(odd, even) > 0.4 * half > 5 * min(odd, even)):
-        remedy = f"convert it: `iconv -f utf-16 -t utf-8 {path.name}`"
-        raise InputError.of(rules.TEXT, str(path), found="text in UTF-16", remedy=remedy)
     if start.translate(None, _CONTROLS) != start:
-        is_tensors = start[8:9] == b"{" and 0 in start[:8]
-        found = "a safetensors file" if is_tensors else "a binary file"
-        remedy = "name the file with the text"
-        raise InputError.of(rules.TEXT, str(path), found=found, remedy=remedy)
+        raise InputError.of(rules.TEXT, str(path), start=repr(start[:8]))
 
 
 def line_place(path: Path, number: int) -> str:
@@ -225,29 +204,8 @@ def json_problem(error: ValueError | RecursionError) -> str:
 
 
 def encoding_error(place: str, error: UnicodeDecodeError) -> InputError:
-    """Return the error for a text that is not UTF-8. The error names the probable encoding."""
     byte = error.object[error.start]
-    encoding, remedy = "text that is not UTF-8", "convert the file to UTF-8"
-    if _looks_like_latin1(error.object):
-        encoding = "text in Latin-1 (or Windows-1252)"
-        remedy = "convert the file: `iconv -f latin1 -t utf-8`"
-    return InputError.of(
-        rules.ENCODING, place, encoding=encoding, byte=byte, position=error.start, remedy=remedy
-    )
-
-
-def _looks_like_latin1(text: bytes) -> bool:
-    """Return True if a text looks like Latin-1.
-
-    Such a text has few bytes beyond ASCII, most of them are letters, and none are valid UTF-8.
-    """
-    high = [byte for byte in text if byte >= 0x80]
-    letters = sum(byte >= 0xC0 for byte in high)
-    has_utf8 = any(
-        character > "\x7f" and character != "\ufffd"
-        for character in text.decode("utf-8", "replace")
-    )
-    return not has_utf8 and 5 * len(high) <= 2 * len(text) and 2 * letters >= len(high)
+    return InputError.of(rules.ENCODING, place, byte=byte, position=error.start)
 
 
 def _lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -261,7 +219,6 @@ def _lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _parsed(path: Path, stream: BinaryIO) -> Any:
-    """Return the content of a JSON file that is not JSON lines."""
     text = stream.read(LARGEST_LIST + 1)
     if len(text) > LARGEST_LIST:
         raise InputError.of(rules.LONG_LIST, str(path), most=LARGEST_LIST >> 20)
@@ -284,29 +241,28 @@ def _text_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, str]]:
         yield number, text
 
 
-def _paragraphs(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
-    """Yield the paragraphs of a text, each with the blank line after it.
+def _rows_of_text(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
+    is_later = False
+    for number, text in _paragraphs(path, stream):
+        place, content = line_place(path, number), {"text": text}
+        yield RawRow(place=place, number=number, content=content, continues_previous=is_later)
+        is_later = True
+
+
+def _paragraphs(path: Path, stream: BinaryIO) -> Iterator[tuple[int, str]]:
+    """Yield the paragraphs of a text, each with the blank line after it, and their last lines.
 
     A paragraph longer than LONGEST_LINE is yielded in parts.
     """
-    lines, number, size, has_text, first = list[str](), 0, 0, False, True
+    lines, number, size, has_text = list[str](), 0, 0, False
     for number, line in _text_lines(path, stream):
         lines.append(line)
         size, has_text = size + len(line), has_text or bool(line.strip())
         if has_text and (not line.strip() or size >= LONGEST_LINE):
-            yield _paragraph(path, number, lines, first=first)
-            lines, size, has_text, first = [], 0, False, False
+            yield number, "".join(lines)
+            lines, size, has_text = [], 0, False
     if has_text:
-        yield _paragraph(path, number, lines, first=first)
-
-
-def _paragraph(path: Path, number: int, lines: list[str], *, first: bool) -> RawRow:
-    return RawRow(
-        place=line_place(path, number),
-        number=number,
-        content={"text": "".join(lines)},
-        continues_previous=not first,
-    )
+        yield number, "".join(lines)
 
 
 def _rows_of_table(path: Path, stream: BinaryIO, separator: str) -> Iterator[RawRow]:

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
 from typing import Any, TypeGuard
 
 from vexport.calibration.conversations import (
@@ -166,7 +166,6 @@ def _row_by_other_keys(raw: Mapping[object, object]) -> Row:
 
 
 def _describe_unknown_row(raw: Mapping[object, object]) -> str:
-    """Describe a row of an unknown form for an error message."""
     if not raw:
         return "an empty object"
     if len(raw) == 1 and (key := key_of_rows(raw)) is not None:
@@ -179,7 +178,6 @@ def _describe_unknown_row(raw: Mapping[object, object]) -> str:
 
 
 def _row_of_column(raw: Mapping[object, object], key: str) -> Row:
-    """Read the value of a column: a string, token ids or turns."""
     value = _parsed_turns(raw[key], key)
     if isinstance(value, str):
         return Row(text=value)
@@ -237,7 +235,6 @@ def _parsed_turns(value: object, key: str) -> object:
 
 
 def _row_of_pair(raw: Mapping[object, object], question: str, answer: str) -> Row:
-    """Read a question and its answer: strings or lists of messages."""
     asked, answered = (_parsed_turns(raw[key], key) for key in (question, answer))
     text, messages = None, list[Message]()
     if isinstance(asked, str) and isinstance(answered, str):
@@ -260,7 +257,6 @@ def _row_of_pair(raw: Mapping[object, object], question: str, answer: str) -> Ro
 
 
 def _row_of_log(raw: Mapping[object, object], request: Mapping[object, object]) -> Row:
-    """Read a logged request, and the logged response to it if there is any."""
     messages = list(_messages(_as_list(request["messages"], "messages"), "messages"))
     response: Any = raw.get("response")
     try:
@@ -320,7 +316,6 @@ def _tool(value: object) -> Message:
 
 
 def _parsed(value: object, key: str) -> object:
-    """Return the value, decoded if it is stored as JSON text."""
     if not isinstance(value, str):
         return value
     try:
@@ -419,7 +414,6 @@ def _speaker(item: Mapping[object, object]) -> str | None:
 
 
 def _content(item: Mapping[object, object]) -> object:
-    """Return the content of a turn, or None if the turn is empty."""
     content = next((item[name] for name in _CONTENT_KEYS if item.get(name) is not None), None)
     return None if _is_missing(content) else content
 
@@ -430,7 +424,6 @@ def _is_missing(content: object) -> bool:
 
 
 def _calls(value: object, key: str) -> Iterator[Message]:
-    """Yield tool calls in the form of OpenAI's API."""
     if not value or _is_missing(value):
         return
     for entry in _as_list(value, key):
@@ -465,17 +458,17 @@ def _refuse_media(raw: Mapping[object, object], row: Row, column: str | None) ->
     """
     if row.ids is not None:
         return
-    if (key := _media_column(raw, column)) is not None and (
-        column is None or any(map(_ANY_PLACEHOLDER.search, _contents(row)))
-    ):
-        raise RowError(key, rules.NO_TEXT)
+    key = _media_column(raw, column)
+    is_shown = column is None or any(map(_ANY_PLACEHOLDER.search, row.texts()))
+    found = [key if is_shown else None]
     for message in row.conversation.messages if row.conversation is not None else ():
         content = message.get("content")
         parts = content if isinstance(content, list) else []
-        media = (media_of_part(part) for part in parts if isinstance(part, Mapping))
-        marks = map(_placeholder, _strings(content))
-        if found := next(filter(None, chain((_media_column(message, None),), media, marks)), None):
-            raise RowError(found, rules.NO_TEXT)
+        found.append(_media_column(message, None))
+        found += (media_of_part(part) for part in parts if isinstance(part, Mapping))
+        found += map(_placeholder, _strings(content))
+    for media in filter(None, found):
+        raise RowError(media, rules.NO_TEXT)
 
 
 def _media_column(raw: Mapping[object, object] | Message, column: str | None) -> str | None:
@@ -500,13 +493,6 @@ def _placeholder(text: str) -> str | None:
     return None
 
 
-def _contents(row: Row) -> Iterator[str]:
-    if row.text is not None:
-        yield row.text
-    for message in row.conversation.messages if row.conversation else ():
-        yield from _strings(message.get("content"))
-
-
 def texts_of_turns(conversation: Conversation) -> Iterator[str]:
     """Yield the text of each turn that has text."""
     for message in conversation.messages:
@@ -518,7 +504,6 @@ def texts_of_turns(conversation: Conversation) -> Iterator[str]:
 
 
 def _strings(value: object) -> Iterator[str]:
-    """Yield all strings in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

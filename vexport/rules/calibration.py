@@ -74,15 +74,16 @@ JSON_LINES = Rule(
 )
 TEXT = Rule(
     "calibration/text",
-    got="{found}",
+    got="data that is no text and begins with {start}",
     need="text in UTF-8: JSON lines, a JSON list or plain text; or parquet",
-    do="{remedy}",
+    do="convert the text to UTF-8 (`iconv -f utf-16 -t utf-8`), or name the file by its format, as "
+    ".parquet, .arrow or .jsonl.gz",
 )
 ENCODING = Rule(
     "calibration/encoding",
-    got="{encoding}: byte 0x{byte:02x} at position {position}",
+    got="text that is not UTF-8: byte 0x{byte:02x} at position {position}",
     need="text in UTF-8",
-    do="{remedy}",
+    do="convert the file to UTF-8, from Latin-1 by `iconv -f latin1 -t utf-8`",
 )
 LONG_ROW = Rule(
     "calibration/long-row", got="a longer row", need="rows of at most {most} MB", do="split the row"
