@@ -109,7 +109,7 @@ def test_missing_package_names_extra() -> None:
         ModuleNotFoundError("No module named 'langdetect'", name="langdetect"), "ifeval"
     )
     assert fault is not None
-    assert (fault.rule, fault.where) == ("tasks/module", "task ifeval")
+    assert (fault.rule, fault.where) == ("environment/module", "task ifeval")
     assert fault.facts["module"] == "langdetect"
     assert fault.facts["requirement"] == "'lm-eval[ifeval]'"
     assert missing_requirement(ValueError("a broken template"), "mine") is None
