@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -94,17 +95,13 @@ def tabulate(
     if aggregation in NEEDS_SACREBLEU and not is_installed("sacrebleu"):
         raise NotReadable("sacrebleu is not installed")
     try:
-        return make(metric, baseline, candidate)
+        return make(aggregation, metric, baseline, candidate)
     except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
         raise NotReadable(f"its values are not those of {aggregation}") from error
 
 
 def log_likelihood_table(
-    baseline: Scores,
-    candidate: Scores,
-    *,
-    higher_is_better: bool,
-    is_perplexity: bool,
+    baseline: Scores, candidate: Scores, *, higher_is_better: bool, is_perplexity: bool
 ) -> CorpusTable:
     """Return the table of a metric with one log-likelihood (or its negative) for each document.
 
@@ -133,46 +130,33 @@ def _perplexity(log_likelihood: float) -> float:
     return math.exp(-log_likelihood) if log_likelihood > -700 else math.inf
 
 
-def _weighted_perplexity(
-    metric: str, baseline: Sequence[Json], candidate: Sequence[Json]
+def _weighted(
+    aggregation: str, metric: str, baseline: Sequence[Json], candidate: Sequence[Json]
 ) -> CorpusTable:
-    units: Mapping[str, Unit] = {
-        "word_perplexity": "nats per word",
-        "byte_perplexity": "nats per byte",
-    }
-    left, right = _weighted(baseline, candidate)
-    return CorpusTable(
-        baseline=left,
-        candidate=right,
-        measure=_ratio,
-        unit=units.get(metric, "nats"),
-        higher_is_better=True,
-        to_aggregate=_perplexity,
+    """The stored values are pairs of a log-likelihood and a number of words or bytes."""
+    left, right = (
+        np.stack([_column(values, 0), _column(values, 1)], axis=1)
+        for values in (baseline, candidate)
     )
-
-
-def _bits_per_byte(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
-    left, right = _weighted(baseline, candidate)
-    return CorpusTable(
-        baseline=left,
-        candidate=right,
-        measure=lambda sums: -_ratio(sums) / math.log(2),
-        unit="bits per byte",
-        higher_is_better=False,
-    )
-
-
-def _weighted(baseline: Sequence[Json], candidate: Sequence[Json]) -> tuple[Scores, Scores]:
-    """Read pairs of a log-likelihood and a number of words or bytes."""
-    sides = []
-    for values in (baseline, candidate):
-        sides.append(np.stack([_column(values, 0), _column(values, 1)], axis=1))
-    left, right = sides
     if (left[:, 1] != right[:, 1]).any():
         raise NotReadable("the numbers of words or bytes differ between the two models")
     if left[:, 1].min() < 0 or not left[:, 1].any():
         raise NotReadable("the numbers of words or bytes are not positive")
-    return left, right
+    is_bits = aggregation == "bits_per_byte"
+    return CorpusTable(
+        baseline=left,
+        candidate=right,
+        measure=(lambda sums: -_ratio(sums) / math.log(2)) if is_bits else _ratio,
+        unit="bits per byte" if is_bits else _UNITS.get(metric, "nats"),
+        higher_is_better=not is_bits,
+        to_aggregate=float if is_bits else _perplexity,
+    )
+
+
+_UNITS: Mapping[str, Unit] = {
+    "word_perplexity": "nats per word",
+    "byte_perplexity": "nats per byte",
+}
 
 
 def _column(values: Sequence[Json], index: int) -> Scores:
@@ -191,7 +175,9 @@ def _column(values: Sequence[Json], index: int) -> Scores:
     return np.array(column, dtype=np.float64)
 
 
-def _brier(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
+def _brier(
+    aggregation: str, metric: str, baseline: Sequence[Json], candidate: Sequence[Json]
+) -> CorpusTable:
     left, right = (_with_ones(_squared_errors(side)) for side in (baseline, candidate))
     return CorpusTable(
         baseline=left,
@@ -253,36 +239,69 @@ def _clip_to(least: float, greatest: float) -> Callable[[float], float]:
     return lambda value: min(max(value, least), greatest)
 
 
-def _f1(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
-    """Return the table of sklearn's `f1_score` for two labels. The positive label is 1."""
-    gold, sides = _labels(baseline, candidate)
-    known = set(np.unique([gold, *sides]).tolist())
-    if len(known | {1}) > 2:
-        raise NotReadable(f"F1 needs two labels, got {sorted(known)}")
-    is_positive = gold == 1
+def _confusion(
+    aggregation: str, metric: str, baseline: Sequence[Json], candidate: Sequence[Json]
+) -> CorpusTable:
+    """Return the table of a metric of labels. Each response is a cell of the confusion matrix.
+
+    sklearn's `f1_score` has two labels, and the positive label is 1. `matthews_corrcoef` has any
+    number of labels.
+    """
+    gold, left, right = _labels(baseline, candidate)
+    is_f1 = aggregation == "f1"
+    labels = np.unique([gold, left, right])
+    if is_f1:
+        labels = np.union1d(labels, [0, 1] if (labels == 1).all() else [1])
+    many = len(labels)
+    most = 2 if is_f1 else _MOST_LABELS
+    if many > most:
+        raise NotReadable(f"{many} labels, and at most {most} can be judged")
+    gold_at, left_at, right_at = (np.searchsorted(labels, side) for side in (gold, left, right))
+    positive = int(np.searchsorted(labels, 1))
+    cells, diagonal = np.eye(many * many), np.eye(many).ravel()
+    next_at = (gold_at + 1) % many
+    # A model without any skill always chooses the same label. Its correlation is 0.
+    worst_at = next_at if is_f1 else np.zeros_like(gold_at)
+    # The changed response is the correct label if the baseline's label is wrong, else the next
+    # label.
+    flipped_at = np.where(left_at == gold_at, next_at, gold_at)
     return CorpusTable(
-        baseline=_f1_counts(is_positive, sides[0] == 1),
-        candidate=_f1_counts(is_positive, sides[1] == 1),
-        measure=_f1_of,
+        baseline=cells[gold_at * many + left_at],
+        candidate=cells[gold_at * many + right_at],
+        measure=partial(_f1_of, positive) if is_f1 else _mcc_of,
         unit="metric",
         higher_is_better=True,
-        to_aggregate=_clip_to(0.0, 1.0),
-        flipped=_f1_counts(is_positive, sides[0] != 1),
-        worst=_f1_counts(is_positive, ~is_positive),
-        scored=lambda rows: 1.0 - rows[:, 1] - rows[:, 2],
+        to_aggregate=_clip_to(0.0 if is_f1 else -1.0, 1.0),
+        flipped=cells[gold_at * many + flipped_at],
+        worst=cells[gold_at * many + worst_at],
+        scored=lambda rows: rows @ diagonal,
     )
 
 
-def _f1_counts(gold: Marks, predicted: Marks) -> Scores:
-    """Return three columns: true positives, false positives, false negatives."""
-    cells = (gold & predicted, ~gold & predicted, gold & ~predicted)
-    return np.stack(cells, axis=1).astype(np.float64)
+_MOST_LABELS = 64
 
 
-def _f1_of(sums: Scores) -> Scores:
-    right = 2 * sums[..., 0]
-    total = right + sums[..., 1] + sums[..., 2]
-    return _divided(right, total)
+def _matrices(sums: Scores) -> Scores:
+    """Shape (..., correct labels, chosen labels)."""
+    many = math.isqrt(sums.shape[-1])
+    return sums.reshape(*sums.shape[:-1], many, many)
+
+
+def _f1_of(positive: int, sums: Scores) -> Scores:
+    matrix = _matrices(sums)
+    right = matrix[..., positive, positive]
+    named = matrix[..., positive, :].sum(-1) + matrix[..., :, positive].sum(-1)
+    return _divided(2 * right, named)
+
+
+def _mcc_of(sums: Scores) -> Scores:
+    matrix = _matrices(sums)
+    gold, predicted = matrix.sum(-1), matrix.sum(-2)
+    right, total = np.trace(matrix, axis1=-2, axis2=-1), matrix.sum((-2, -1))
+    covariance = right * total - (gold * predicted).sum(-1)
+    spread_gold = total**2 - (gold**2).sum(-1)
+    spread_predicted = total**2 - (predicted**2).sum(-1)
+    return _divided(covariance, np.sqrt(spread_gold * spread_predicted))
 
 
 def _divided(numerator: Scores, denominator: Scores) -> Scores:
@@ -292,99 +311,74 @@ def _divided(numerator: Scores, denominator: Scores) -> Scores:
     return quotient
 
 
-def _mcc(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
-    """Return the table of sklearn's `matthews_corrcoef` for any number of labels."""
-    gold, sides = _labels(baseline, candidate)
-    labels = np.unique([gold, *sides])
-    many = len(labels)
-    if many > _MOST_LABELS:
-        raise NotReadable(f"{many} labels, and at most {_MOST_LABELS} can be judged")
-    gold_at = np.searchsorted(labels, gold)
-    left_at, right_at = (np.searchsorted(labels, side) for side in sides)
-    cells = np.eye(many * many)
-    # The changed response is the correct label if the baseline's label is wrong, else the next
-    # label.
-    other_at = np.where(left_at == gold_at, (left_at + 1) % many, gold_at)
-    diagonal = np.eye(many).ravel()
-    return CorpusTable(
-        baseline=cells[gold_at * many + left_at],
-        candidate=cells[gold_at * many + right_at],
-        measure=_mcc_of,
-        unit="metric",
-        higher_is_better=True,
-        to_aggregate=_clip_to(-1.0, 1.0),
-        flipped=cells[gold_at * many + other_at],
-        # A model without any skill always chooses the same label. Its correlation is 0.
-        worst=cells[gold_at * many],
-        scored=lambda rows: rows @ diagonal,
-    )
-
-
-_MOST_LABELS = 64
-
-
-def _mcc_of(sums: Scores) -> Scores:
-    """Return Matthews' correlation of confusion matrices, shape (..., labels * labels)."""
-    many = math.isqrt(sums.shape[-1])
-    matrix = sums.reshape(*sums.shape[:-1], many, many)
-    gold, predicted = matrix.sum(-1), matrix.sum(-2)
-    right, total = np.trace(matrix, axis1=-2, axis2=-1), matrix.sum((-2, -1))
-    covariance = right * total - (gold * predicted).sum(-1)
-    spread_gold = total**2 - (gold**2).sum(-1)
-    spread_predicted = total**2 - (predicted**2).sum(-1)
-    return _divided(covariance, np.sqrt(spread_gold * spread_predicted))
-
-
-def _labels(
-    baseline: Sequence[Json], candidate: Sequence[Json]
-) -> tuple[Labels, tuple[Labels, Labels]]:
-    left, right = ([_two(value) for value in side] for side in (baseline, candidate))
-    for old, new in zip(left, right, strict=True):
-        if not all(isinstance(label, int) for label in (*old, *new)):
-            raise NotReadable(f"{[*old, *new]!r} are not numbers of labels")
-        if old[0] != new[0]:
-            raise NotReadable("the correct labels differ between the two models")
-    gold = np.array([old[0] for old in left], dtype=np.int64)
-    chosen = tuple(np.array([pair[1] for pair in side], dtype=np.int64) for side in (left, right))
-    return gold, (chosen[0], chosen[1])
+def _labels(baseline: Sequence[Json], candidate: Sequence[Json]) -> tuple[Labels, Labels, Labels]:
+    """Correct labels, and the labels that the two models chose."""
+    sides = []
+    for values in (baseline, candidate):
+        pairs = [_two(value) for value in values]
+        if not all(isinstance(label, int) for pair in pairs for label in pair):
+            raise NotReadable("a label is not a number")
+        sides.append(np.array(pairs, dtype=np.int64))
+    left, right = sides
+    if (left[:, 0] != right[:, 0]).any():
+        raise NotReadable("the correct labels differ between the two models")
+    return left[:, 0], left[:, 1], right[:, 1]
 
 
 def _text_table(
-    metric: "Metric",
-    baseline: Sequence[Json],
-    candidate: Sequence[Json],
-    *,
-    scored: Callable[[Scores], Scores],
-    higher_is_better: bool = True,
+    aggregation: str, metric: str, baseline: Sequence[Json], candidate: Sequence[Json]
 ) -> CorpusTable:
     """Return the table of a metric of sacrebleu.
 
     sacrebleu computes the score of a corpus from the sums of its segments' statistics. A response
     without any match is the worst, unless lower is better: edits have no upper limit.
     """
+    scorer, is_partly_right = _sacrebleu(aggregation)
+    higher_is_better = aggregation != "ter"
 
     def measure(sums: Scores) -> Scores:
         rows = sums.reshape(-1, sums.shape[-1]).tolist()
-        scores = [metric._compute_score_from_stats(row).score for row in rows]
+        scores = [scorer._compute_score_from_stats(row).score for row in rows]
         return np.array(scores, dtype=np.float64).reshape(sums.shape[:-1])
 
-    sides = []
-    for values in (baseline, candidate):
+    def counts(values: Sequence[Json], *, is_empty: bool = False) -> Scores:
         references, answers = _references_and_answers(values)
-        sides.append(metric._extract_corpus_statistics(answers, references))
-    left, right = (np.array(side, dtype=np.float64) for side in sides)
-    empty = metric._extract_corpus_statistics([""] * len(left), references)
+        answers = [""] * len(answers) if is_empty else answers
+        found = scorer._extract_corpus_statistics(answers, references)
+        return np.array(found, dtype=np.float64)
+
     return CorpusTable(
-        baseline=left,
-        candidate=right,
+        baseline=counts(baseline),
+        candidate=counts(candidate),
         measure=measure,
         unit="metric",
         higher_is_better=higher_is_better,
-        worst=np.array(empty, dtype=np.float64) if higher_is_better else None,
+        worst=counts(candidate, is_empty=True) if higher_is_better else None,
         to_aggregate=_clip_to(0.0, 100.0 if higher_is_better else math.inf),
         is_text=True,
-        scored=scored,
+        scored=lambda rows: is_partly_right(rows).astype(np.float64),
     )
+
+
+def _sacrebleu(aggregation: str) -> tuple["Metric", Callable[[Scores], Marks]]:
+    """Return sacrebleu's metric, and a function that finds the responses that are partly correct.
+
+    The function gets sacrebleu's counts, shape (responses, numbers).
+    """
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+    from sacrebleu.metrics.ter import TER
+
+    if aggregation == "ter":
+        # Column 0 is the number of edits, column 1 the length of the reference.
+        return TER(), lambda rows: rows[:, 0] < rows[:, 1]
+    if aggregation == "bleu":
+        # Columns 0 and 1 are two lengths. Column 2 is the number of matching unigrams.
+        return BLEU(), lambda rows: rows[:, 2] > 0
+    # Each order of n-grams has three columns: counts in the response, in the reference, and
+    # matches.
+    word_order = 2 if aggregation == "chrf++" else 0
+    return CHRF(word_order=word_order), lambda rows: (rows[:, 2::3] > 0).any(axis=1)
 
 
 def _references_and_answers(values: Sequence[Json]) -> tuple[list[list[str]], list[str]]:
@@ -407,66 +401,18 @@ def _references_and_answers(values: Sequence[Json]) -> tuple[list[list[str]], li
     return [[listed[index] for listed in references] for index in range(fewest)], answers
 
 
-def _bleu(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
-    from sacrebleu.metrics.bleu import BLEU
-
-    # Columns 0 and 1 are two lengths. Column 2 is the number of matching unigrams.
-    return _text_table(
-        BLEU(), baseline, candidate, scored=lambda rows: np.where(rows[:, 2] > 0, 1.0, 0.0)
-    )
-
-
-def _chrf(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
-    return _chrf_table(metric, baseline, candidate, word_order=0)
-
-
-def _chrf_plus(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
-    return _chrf_table(metric, baseline, candidate, word_order=2)
-
-
-def _chrf_table(
-    metric: str, baseline: Sequence[Json], candidate: Sequence[Json], *, word_order: int
-) -> CorpusTable:
-    from sacrebleu.metrics.chrf import CHRF
-
-    # Each order of n-grams has three columns: counts in the response, in the reference, and
-    # matches.
-    return _text_table(
-        CHRF(word_order=word_order),
-        baseline,
-        candidate,
-        scored=lambda rows: np.where((rows[:, 2::3] > 0).any(axis=1), 1.0, 0.0),
-    )
-
-
-def _ter(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> CorpusTable:
-    from sacrebleu.metrics.ter import TER
-
-    # Column 0 is the number of edits, column 1 the length of the reference.
-    return _text_table(
-        TER(),
-        baseline,
-        candidate,
-        scored=lambda rows: np.where(rows[:, 0] < rows[:, 1], 1.0, 0.0),
-        higher_is_better=False,
-    )
-
-
-_TABLES: Mapping[str, Callable[[str, Sequence[Json], Sequence[Json]], CorpusTable]] = {
-    "weighted_perplexity": _weighted_perplexity,
-    "bits_per_byte": _bits_per_byte,
+NEEDS_SACREBLEU = frozenset(("bleu", "chrf", "chrf++", "ter"))
+"""Aggregations that sacrebleu computes, for translations. lm-eval depends on sacrebleu."""
+_TABLES: Mapping[str, Callable[[str, str, Sequence[Json], Sequence[Json]], CorpusTable]] = {
+    "weighted_perplexity": _weighted,
+    "bits_per_byte": _weighted,
     "brier_score": _brier,
-    "f1": _f1,
-    "matthews_corrcoef": _mcc,
-    "bleu": _bleu,
-    "chrf": _chrf,
-    "chrf++": _chrf_plus,
-    "ter": _ter,
+    "f1": _confusion,
+    "matthews_corrcoef": _confusion,
+    **dict.fromkeys(NEEDS_SACREBLEU, _text_table),
 }
 WHOLE_CORPUS_AGGREGATIONS = frozenset(_TABLES)
 """Aggregations of metrics that are computed from all documents at once."""
-NEEDS_SACREBLEU = frozenset(("bleu", "chrf", "chrf++", "ter"))
-"""Aggregations that sacrebleu computes, for translations. lm-eval depends on sacrebleu."""
 
 
 def softmax(values: Iterable[float]) -> list[float]:
