@@ -1,10 +1,10 @@
 """Settings of an evaluation: read them from lm-eval's results, and compare two evaluations.
 
-Every setting is compared, and only `EXEMPT` settings are not. A name that vexport does not know
-counts. lm-eval records the arguments that were given. If one side does not give an argument, the
-default in lm-eval's signature is compared (`generated/lm_eval.json`), or the argument is shown as
-not given. Versions, seeds and devices are circumstances: they are compared if both sides recorded
-them.
+Every setting is compared, unless `_SHAPES` says that it cannot change a score. A name that vexport
+does not know counts. lm-eval records the arguments that were given. If one side does not give an
+argument, the default in lm-eval's signature is compared (`generated/lm_eval.json`), or the argument
+is shown as not given. Versions, seeds and devices are circumstances: they are compared if both
+sides recorded them.
 
 lm-eval 0.4.13 writes these files in evaluator.py and loggers/evaluation_tracker.py.
 """
@@ -52,39 +52,51 @@ MAX_NAMED = 3
 DIGITS = 16
 """Digits of a SHA-256 that vexport shows."""
 
-EXEMPT = (
-    # Parallel sizes.
-    *("*parallel_size", "tp_size", "dp_size", "pp_size", "ep_size", "devices", "num_nodes"),
-    *("nnodes", "num_concurrent", "parallelize"),
-    # Share of the memory, and numbers of requests at once.
-    *("gpu_memory_utilization", "mem_fraction_static", "max_memory_per_gpu", "max_cpu_memory"),
-    *("max_num_seqs", "batch_size", "max_batch_size", "micro_batch_size"),
-    # Devices and addresses.
-    *("device", "base_url", ENDPOINT),
-    # The model itself. lm-eval's `model_names` are exempt, too.
-    *(MODEL, REVISION, EMULATED, "revision"),
-)
-"""Settings that are not compared, as patterns. All other settings are."""
-_ADDRESSES = ("base_url",)
-_SECRETS = ("*api_key", "*auth_token", "*credentials", "hf_token", "token", "header", "password")
-"""Arguments that are never stored, because reports show settings.
+_SHAPES: Mapping[str, Sequence[str]] = {
+    "secret": (
+        "*api_key",
+        "*auth_token",
+        "*credentials",
+        "hf_token",
+        "token",
+        "header",
+        "password",
+    ),
+    "model": (MODEL, REVISION, EMULATED, "revision"),
+    "place": (
+        # Parallel sizes.
+        *("*parallel_size", "tp_size", "dp_size", "pp_size", "ep_size", "devices", "num_nodes"),
+        *("nnodes", "num_concurrent", "parallelize"),
+        # Share of the memory, and numbers of requests at once.
+        *("gpu_memory_utilization", "mem_fraction_static", "max_memory_per_gpu", "max_cpu_memory"),
+        *("max_num_seqs", "batch_size", "max_batch_size", "micro_batch_size"),
+        # Devices and addresses.
+        *("device", "base_url", ENDPOINT),
+    ),
+    "arithmetic": (
+        *("lm-eval", "transformers", "vexport", "vllm", "torch", "platform", "processor"),
+        *(COMPILATION, "environment", "engine_args", "random seed", "numpy seed", "torch seed"),
+        *("seed", "dtype", "quantization", "softmax_dtype", "mixed_precision_dtype", "precision"),
+        *("autogptq", "gptqmodel", "kv_cache_dtype", "enforce_eager", "load_format"),
+        *("logits_cache", "enable_prefix_caching", "enable_chunked_prefill", "block_size"),
+        *("chunked_prefill_size", "max_num_batched_tokens", "attention_backend", "tp_plan"),
+        *("attn_implementation", "compilation_config", "distributed_executor_backend"),
+        *("swap_space", "cpu_offload_gb", "offload_folder", "download_dir", "cache_dir"),
+        *("trust_remote_code", "use_fast_tokenizer", "timeout", "max_retries"),
+        *("verify_certificate", "ca_cert_path"),
+    ),
+}
+"""What a setting shapes, as patterns of names. All other settings shape prompts or responses.
 
-Addresses are not stored either, because they may contain a password.
-"""
-_CIRCUMSTANCES = (
-    *("lm-eval", "transformers", "vexport", "vllm", "torch", "platform", "processor"),
-    *(COMPILATION, "environment", "engine_args", "random seed", "numpy seed", "torch seed"),
-    *("seed", "dtype", "quantization", "softmax_dtype", "mixed_precision_dtype", "precision"),
-    *("autogptq", "gptqmodel", "kv_cache_dtype", "enforce_eager", "load_format", "logits_cache"),
-    *("enable_prefix_caching", "enable_chunked_prefill", "chunked_prefill_size", "block_size"),
-    *("max_num_batched_tokens", "attention_backend", "attn_implementation", "compilation_config"),
-    *("distributed_executor_backend", "tp_plan", "swap_space", "cpu_offload_gb"),
-    *("offload_folder", "download_dir", "cache_dir", "trust_remote_code", "use_fast_tokenizer"),
-    *("timeout", "max_retries", "verify_certificate", "ca_cert_path"),
-)
-"""Settings that shape neither prompts nor the generation, only the arithmetic and the transport.
+- `secret`: nothing. These arguments are never stored, because reports show settings. Addresses
+  (`base_url`) are not stored either, because they may contain a password.
+- `model`: the model itself, which is what two evaluations compare. lm-eval's `model_names` belong
+  here, too.
+- `place`: where and how fast the model runs.
+- `arithmetic`: neither prompts nor the generation, only the arithmetic and the transport. Their
+  changes share one line. Each other change, also of an unknown setting, has a line of its own.
 
-Their changes share one line. Each other change, also of an unknown setting, has a line of its own.
+Only `arithmetic` and `responses` are compared.
 """
 _TOKENIZERS = ("tokenizer", "tokenizer_path")
 _VERSION_KEYS = {"lm-eval": "lm_eval_version", "transformers": "transformers_version"}
@@ -116,7 +128,7 @@ def changes(old: Fingerprint, new: Fingerprint, *, where: tuple[str, str]) -> It
     for name in changed_names(old, new):
         values = f"{_shown(old, name)} {where[0]}, {_shown(new, name)} {where[1]}"
         sentence = f"{display_name(name)}: {values}"
-        (shaping if _is_shaping(name) else others).append(sentence)
+        (shaping if _shapes(name) == "responses" else others).append(sentence)
     yield from shaping
     if others:
         yield "; ".join(others)
@@ -168,7 +180,6 @@ def display_name(name: str) -> str:
 
 
 def _differs(old: Fingerprint, new: Fingerprint, name: str) -> bool:
-    """Return True if a setting is compared and has two values."""
     if name == BACK_END:
         back_ends = {_back_end(old), _back_end(new)}
         return len(back_ends) > 1 and None not in back_ends
@@ -181,7 +192,7 @@ def _differs(old: Fingerprint, new: Fingerprint, name: str) -> bool:
     old_value, new_value = values
     # The texts come first, because NaN does not equal NaN.
     is_same = old_value == new_value or _comparable(old_value) == _comparable(new_value)
-    return not is_same and not _is_exempt(display_name(name))
+    return not is_same and _shapes(name) in ("responses", "arithmetic")
 
 
 def _is_comparable(old: Fingerprint, new: Fingerprint, name: str) -> bool:
@@ -196,13 +207,16 @@ def _is_comparable(old: Fingerprint, new: Fingerprint, name: str) -> bool:
     return name in _DEFAULTS
 
 
-def _is_exempt(bare: str) -> bool:
-    patterns = (*EXEMPT, *_SECRETS, *_table()["model_names"])
-    return any(fnmatchcase(bare, pattern) for pattern in patterns)
-
-
-def _is_shaping(name: str) -> bool:
-    return display_name(name) not in _CIRCUMSTANCES
+@cache
+def _shapes(name: str) -> str:
+    """Return what a setting shapes: a key of `_SHAPES`, or `responses`."""
+    bare = display_name(name)
+    if bare in _table()["model_names"]:
+        return "model"
+    kinds = (
+        kind for kind, names in _SHAPES.items() if any(fnmatchcase(bare, each) for each in names)
+    )
+    return next(kinds, "responses")
 
 
 def _task_of(name: str) -> str | None:
@@ -308,7 +322,7 @@ def recorded_prompting(content: Mapping[str, Json], tasks: Sequence[str]) -> Pro
     generation = {
         name: text
         for name, value in arguments.items()
-        if _is_shaping(name) and not _is_exempt(name) and (text := _argument_text(value)) != "none"
+        if _shapes(name) == "responses" and (text := _argument_text(value)) != "none"
     }
     if given := _named(mapping_in(content, "config").get("gen_kwargs")):
         generation["gen_kwargs"] = _argument_text(given)
@@ -337,7 +351,7 @@ def recorded_fingerprint(content: Mapping[str, Json], tasks: Sequence[str]) -> F
     if overrides := _named(config.get("gen_kwargs")):
         settings[GEN_KWARGS] = _argument_text(overrides)
     for name, value in _arguments(content).items():
-        if not any(fnmatchcase(name, pattern) for pattern in (*_SECRETS, *_ADDRESSES)):
+        if name != "base_url" and _shapes(name) != "secret":
             settings[f"{ARGUMENT}{name}"] = _argument_text(value)
     for task in tasks:
         settings |= {
@@ -383,13 +397,12 @@ def question_settings(fingerprint: Fingerprint, task: str) -> Fingerprint:
     return {
         name: value
         for name, value in fingerprint.items()
-        if (_is_shaping(name) and _task_of(name) in (None, task))
+        if (_shapes(name) != "arithmetic" and _task_of(name) in (None, task))
         or (is_group and name.startswith(TASK_HASH))
     }
 
 
 def _arguments(content: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the model's arguments by name."""
     return _named(mapping_in(content, "config").get("model_args"))
 
 
@@ -449,12 +462,9 @@ def _comparable(text: str | None) -> Json:
     """
     if text is None:
         return None
-    if text.lower() in ("true", "false"):
-        return str(int(text.lower() == "true"))
-    if text.startswith(("{", "[")):
-        with suppress(ValueError, RecursionError):
-            found: Json = json.loads(text)
-            return found
+    with suppress(ValueError, RecursionError):
+        found: Json = json.loads(text.lower() if text in ("True", "False") else text)
+        return found
     return same_path(text)
 
 
