@@ -41,25 +41,12 @@ MEANS = frozenset(("mean", "nanmean", "median"))
 """Aggregations that rise with each document's value."""
 LOG_LIKELIHOODS = frozenset(("perplexity", "weighted_perplexity", "bits_per_byte"))
 """Aggregations of log-likelihoods. They fall as the documents' values rise."""
-NO_SHARES = frozenset(
-    (
-        "bits_per_byte",
-        "brier_score",
-        "byte_perplexity",
-        "likelihood",
-        "loss",
-        "nll",
-        "perplexity",
-        "ppl",
-        "ter",
-        "word_perplexity",
-    )
+# Metrics that are not a share, and for which lower is better.
+_COSTS = (
+    *("bits_per_byte", "brier_score", "byte_perplexity", "loss", "nll", "perplexity", "ppl"),
+    *("ter", "word_perplexity"),
 )
-"""Metrics that are not a share of correct responses, even if all values are between 0 and 1."""
-_LOWER_IS_BETTER = (
-    *("bits_per_byte", "brier_score", "byte_perplexity", "perplexity", "ppl", "word_perplexity"),
-    *("cer", "edit_distance", "error", "error_rate", "loss", "nll", "ter", "wer"),
-)
+_LOWER_IS_BETTER = (*_COSTS, "cer", "edit_distance", "error", "error_rate", "wer")
 _HIGHER_IS_BETTER = (
     *("acc", "acc_all", "acc_bytes", "acc_mutual_info", "acc_norm", "accuracy", "bleu", "chrf"),
     *("chrf++", "exact_match", "f1", "likelihood", "mcc", "pass@1", "pass_at_1"),
@@ -70,17 +57,16 @@ _EQUAL = 1e-6
 _LOWEST = -700.0
 
 
-def plain_name(metric: str) -> str:
-    """Return a metric's name in lower case and without separators: `Exact Match`, `exactmatch`."""
+def _plain_name(metric: str) -> str:
     return _SEPARATORS.sub("", metric.casefold())
 
 
 _DIRECTIONS = {
-    plain_name(name): higher_is_better
+    _plain_name(name): higher_is_better
     for names, higher_is_better in ((_HIGHER_IS_BETTER, True), (_LOWER_IS_BETTER, False))
     for name in names
 }
-_PLAIN_NO_SHARES = frozenset(map(plain_name, NO_SHARES))
+_NO_SHARES = frozenset(map(_plain_name, (*_COSTS, "likelihood")))
 
 
 def known_direction(metric: str) -> bool | None:
@@ -89,12 +75,15 @@ def known_direction(metric: str) -> bool | None:
     Whole names are compared, without case and separators: `WER` is `wer`, but `error_free` is not
     `error`. Return None for all other names.
     """
-    return _DIRECTIONS.get(plain_name(metric))
+    return _DIRECTIONS.get(_plain_name(metric))
 
 
 def is_no_share(metric: str) -> bool:
-    """Return True for a metric in NO_SHARES, in any spelling."""
-    return plain_name(metric) in _PLAIN_NO_SHARES
+    """Return True for a metric that is not a share of correct responses, in any spelling.
+
+    Such a metric is no share even if all values are between 0 and 1.
+    """
+    return _plain_name(metric) in _NO_SHARES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

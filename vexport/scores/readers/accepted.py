@@ -161,11 +161,7 @@ def read_accepted_table(path: Path, names: Collection[str] = ()) -> ScoreTable:
 
 
 def _rows(task: AcceptedTask) -> dict[Key, Row]:
-    """Return the rows of a task.
-
-    Raises:
-        ValueError: If a line is damaged. The error names the line.
-    """
+    """Raises ValueError if a line is damaged. The error names the line."""
     rows: dict[Key, Row] = {}
     for line, text in task.scores.items():
         documents = span(line)
@@ -264,7 +260,6 @@ def gate_contradictions(
 
 
 def _agree(text: str, accepted: str) -> bool:
-    """Return True if a chosen metric does not contradict the accepted metric."""
     chosen, old = parse_chosen_metric(text), parse_chosen_metric(accepted)
     directions = {chosen.higher_is_better, old.higher_is_better} - {None}
     return chosen.label in (old.label, old.metric) and len(directions) < 2
@@ -275,11 +270,8 @@ def choice_of(accepted: Accepted) -> Choice:
 
     A gate contains a direction if it was stated and the metric's name does not define it.
     """
-    grouped = {member for members in accepted.groups.values() for member in members}
-    names = {group: members[0] for group, members in accepted.groups.items()}
-    names |= {name: name for name in accepted.tasks if name not in grouped}
-    tasks = {unit: accepted.tasks[name] for unit, name in names.items()}
-    return {unit: _gate_text(task) for unit, task in tasks.items()}
+    firsts = {name: accepted.groups.get(name, (name,))[0] for name in accepted.names}
+    return {name: _gate_text(accepted.tasks[first]) for name, first in firsts.items()}
 
 
 def _gate_text(task: AcceptedTask) -> str:

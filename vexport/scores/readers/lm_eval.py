@@ -7,6 +7,7 @@ lm-eval's command line writes results into a subfolder with the name of the mode
 
 import json
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -59,10 +60,7 @@ _FIELDS = {
 def _read_row(
     where: str, line: Mapping[str, Json], output_type: str, generation: Mapping[str, str]
 ) -> Row:
-    """Return the row of a line in a samples file.
-
-    `generation` are the model's arguments that shape responses (`Prompting.generation`).
-    """
+    """`generation` are the model's arguments that shape responses (`Prompting.generation`)."""
     require_fields(where, line, _FIELDS, "a sample of lm-eval 0.4.5 or newer")
     arguments = [_values(request) for request in _values(line["arguments"])]
     filtered = _values(line["filtered_resps"])
@@ -103,7 +101,7 @@ def _exact_probabilities(value: Json, options: Sequence[float]) -> Json:
     """
     if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], str):
         return value
-    rounded = numbers_in(value[1])
+    rounded = numbers_in(value[1]) if "..." not in value[1] else []
     # For acc_mutual_info, lm-eval also scores each option without the question. These extra values
     # follow the values of all options, and are dropped here.
     scored = options[: len(rounded)]
@@ -142,7 +140,6 @@ def _texts(value: Json) -> Iterator[str]:
 
 
 def _target(arguments: Sequence[list[Json]], target: str, *, is_choice: bool) -> str:
-    """Return the correct answer. For multiple choice, return the text of the correct option."""
     if is_choice and is_whole_number(target) and int(target) < len(arguments):
         return _option(arguments, int(target))
     return target
@@ -189,7 +186,6 @@ def _log_likelihood(response: Json) -> float:
 
 
 def _first(value: Json) -> Json:
-    """Return the first value in nested lists."""
     while isinstance(value, list) and value:
         value = value[0]
     return value
@@ -206,9 +202,6 @@ def _text(value: Json) -> str:
     return clean(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
-# Maximum length of a task's name in bytes. lm-eval adds a prefix and a date to make a file name,
-# and a file name has at most 255 bytes.
-LONGEST_NAME = 200
 _Contents = Mapping[Path, Mapping[str, Json]]
 
 
@@ -285,7 +278,6 @@ def _larger_older(contents: _Contents, newest: Path, task: str) -> Path | None:
 def _replaced(
     contents: _Contents, newest: Mapping[str, Path], tasks: Mapping[str, TaskTable]
 ) -> Iterator[str]:
-    """Yield a warning for each file that replaces tasks of an older file with more documents."""
     replaced: dict[tuple[Path, Path], list[str]] = {}
     for name, table in tasks.items():
         if table.larger is not None:
@@ -316,7 +308,6 @@ def _merged_groups(contents: _Contents) -> dict[str, Json]:
 
 
 def _prompting(contents: _Contents, files: Mapping[Path, Sequence[str]]) -> Prompting:
-    """Return the settings of the prompts: of the newest file, and each task's own."""
     recorded = [recorded_prompting(contents[file], tasks) for file, tasks in files.items()]
     template = next((each.chat_template for each in recorded[::-1] if each.chat_template), None)
     plain = [
@@ -334,14 +325,13 @@ def _prompting(contents: _Contents, files: Mapping[Path, Sequence[str]]) -> Prom
 
 def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskTable:
     # The task's name is part of a file name, so it must not lead to another folder.
-    is_name = task and Path(task).name == task and task.isprintable()
-    if not is_name or len(task.encode()) > LONGEST_NAME:
+    if Path(task).name != task:
         raise InputError.of(rules.TASK_NAME, str(file), name=task)
     stamp = TIMESTAMP.search(file.name)
     if stamp is None:
         raise InputError.of(rules.FILE_NAME, str(file), name=file.name)
     path = file.with_name(f"samples_{task}_{stamp[1]}.jsonl")
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         raise InputError.of(rules.NO_SAMPLES, f"{file}: task {task}")
     config = mapping_in(content, "configs", task)
     output_type = str(config.get("output_type", ""))

@@ -82,7 +82,7 @@ def _require_size(path: Path, size: int) -> None:
 def _converted(
     batch: "pyarrow.RecordBatch", path: Path, before: int, need: str
 ) -> list[dict[str, Json]]:
-    """Return the rows of a batch. `before` is the number of rows before it."""
+    """`before` is the number of rows before the batch."""
     try:
         rows: list[dict[str, Json]] = batch.to_pylist()
     except (ValueError, OverflowError):
