@@ -20,16 +20,27 @@ if TYPE_CHECKING:
 
 
 class GroupLookup:
-    """Lookup of config groups as in vLLM: by name, by class, or by the rules of another method."""
+    """Lookup of config groups as in vLLM: by name, by class, or by the rules of another method.
 
-    def __init__(self, model: BuiltModel, quantization: Quantization) -> None:
+    `known` has the groups of a translated checkpoint, by the name of each quantized linear layer.
+    """
+
+    def __init__(
+        self,
+        model: BuiltModel,
+        quantization: Quantization,
+        known: Mapping[str, ConfigGroup] | None = None,
+    ) -> None:
         self._model = model
         self._quantization = quantization
+        self._known = known
         self._ignored: dict[FusedLayer, list[str]] = {}
         self._groups: dict[FusedLayer, ConfigGroup | None] = {}
 
     def group_of(self, fused: FusedLayer) -> ConfigGroup | None:
         """Return the config group that vLLM applies to a fused layer, None if it is unquantized."""
+        if self._known is not None:
+            return self._known.get(fused.members[0])
         if fused not in self._groups:
             self._groups[fused] = self._find_group(fused)
         return self._groups[fused]
@@ -115,17 +126,3 @@ class GroupLookup:
             return None
         experts = moe_layer(name)
         return method.group_of(experts or fused.name, experts or name)
-
-
-class TranslatedGroups(GroupLookup):
-    """Config groups of a translated checkpoint, by the name of each quantized linear layer."""
-
-    def __init__(
-        self, model: BuiltModel, quantization: Quantization, groups: Mapping[str, ConfigGroup]
-    ) -> None:
-        super().__init__(model, quantization)
-        self._known = groups
-
-    def group_of(self, fused: FusedLayer) -> ConfigGroup | None:
-        """Return the translated group of a layer that the method quantizes."""
-        return self._known.get(fused.members[0])

@@ -1,50 +1,18 @@
 """Checkpoints of other quantization methods, viewed as compressed-tensors checkpoints."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
 
 from vexport.architectures.stored import joined_name
-from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.reader import Derived, DerivedReader, Reader
+from vexport.checkpoint.reader import Derived, DerivedReader
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.lookup import GroupLookup, TranslatedGroups
+from vexport.checks.vllm.lookup import GroupLookup
 from vexport.checks.vllm.quant_methods.base import MethodGroup
-from vexport.checks.vllm.view import CheckpointView, Target
+from vexport.checks.vllm.view import CheckpointView
 from vexport.records import TensorInfo
 
 
-class TranslatedView(CheckpointView):
-    """View of another method's checkpoint, with tensors and config groups of compressed-tensors.
-
-    Args:
-        groups: The translated config group of each quantized linear layer, by its name.
-        stored_names: Maps the `where` of findings on this view to names in the files.
-        reciprocals: Parameters that the files store as reciprocals.
-    """
-
-    def __init__(
-        self,
-        index: SourceIndex,
-        reader: Reader,
-        target: Target,
-        *,
-        groups: Mapping[str, ConfigGroup],
-        stored_names: Mapping[str, str],
-        reciprocals: Set[str],
-    ) -> None:
-        super().__init__(index, reader, target)
-        self.stored_names = stored_names
-        self.reciprocals = reciprocals
-        self._groups = groups
-
-    @cached_property
-    def lookup(self) -> GroupLookup:
-        """Lookup of the translated config group of a fused layer."""
-        return TranslatedGroups(self.model, self.quantization, self._groups)
-
-
-def translate(view: CheckpointView) -> TranslatedView:
+def translate(view: CheckpointView) -> CheckpointView:
     """Return a view in which quantized layers have compressed-tensors' tensors with equal values.
 
     Layers with tensors of another dtype or shape are left out, because other checks report them.
@@ -85,14 +53,10 @@ def translate(view: CheckpointView) -> TranslatedView:
         tensors[renamed] = replace(tensors.pop(name), name=renamed)
         stored_names[renamed] = name
     index = replace(view.index, tensors=tensors)
-    return TranslatedView(
-        index,
-        DerivedReader(view.reader, derived),
-        view.target,
-        groups=groups,
-        stored_names=stored_names,
-        reciprocals=reciprocals,
-    )
+    translated = CheckpointView(index, DerivedReader(view.reader, derived), view.target)
+    translated.lookup = GroupLookup(translated.model, translated.quantization, groups)
+    translated.stored_names, translated.reciprocals = stored_names, reciprocals
+    return translated
 
 
 def _cache_scales(view: CheckpointView, tensors: Iterable[str]) -> dict[str, str]:
