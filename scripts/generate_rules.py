@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the reference of rules, vexport/docs/messages.md, from the rule book.
+"""Write the reference of rules, vexport/docs/rulebook.md, from the rule book.
 
 Run it after a change of a rule.
 """
@@ -13,8 +13,8 @@ from vexport.files import write_text
 from vexport.reports.catalog import rule_text
 from vexport.rules import all_rules
 
-PAGE = Path(__file__).parent.parent / "vexport" / "docs" / "messages.md"
-HEAD = """# Messages
+PAGE = Path(__file__).parent.parent / "vexport" / "docs" / "rulebook.md"
+HEAD = """# Rule book
 
 <!-- scripts/generate_rules.py writes this page. -->
 

@@ -1,6 +1,7 @@
 """Each rule has one name, and each use of a rule passes the facts of its templates."""
 
 import ast
+import runpy
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -122,3 +123,9 @@ def test_loaders_show_a_refusal_by_default() -> None:
     assert Rule("a/b", "warning", "refused").shown_by_loaders == ()
     assert Rule("a/b", claim="values").shown_by_loaders == ()
     assert Rule("a/b", claim="refused", loader_faults=()).shown_by_loaders == ()
+
+
+def test_reference_has_all_rules() -> None:
+    generator = runpy.run_path(str(PACKAGE.parent / "scripts" / "generate_rules.py"))
+    page = (PACKAGE / "docs" / "rulebook.md").read_text(encoding="utf-8")
+    assert page == generator["page"](), "run scripts/generate_rules.py"

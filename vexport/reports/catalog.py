@@ -16,7 +16,6 @@ from vexport.records.calibration import SUMMARIES
 from vexport.records.observer_names import OBSERVERS
 from vexport.reports import document as doc
 from vexport.reports.renderers.text import WIDTH, render
-from vexport.rules import all_rules
 from vexport.rules.book import Claim, Rule
 
 Rows = Sequence[Mapping[str, str]]
@@ -191,13 +190,9 @@ def find_section(name: str) -> ReferenceSection:
     For a scheme with arguments (W4A16_G64), return the section of its preset, or of another preset
     in the same format.
 
-    The id of a rule is the name of a section on this rule.
-
     Raises:
         InputError: If no section has this name.
     """
-    if name in all_rules():
-        return _rule_section(all_rules()[name])
     by_name = {_fold(known): section for section in all_sections() for known in section.names}
     if _fold(name) not in by_name and is_scheme(scheme_name(name)):
         format_ = get_scheme(scheme_name(name)).format
@@ -207,7 +202,6 @@ def find_section(name: str) -> ReferenceSection:
     section = by_name.get(_fold(name))
     if section is None:
         known_names = [known for section in all_sections() for known in section.names]
-        known_names += all_rules()
         raise InputError(
             f"explain {name!r}",
             got="an unknown name",
@@ -215,13 +209,6 @@ def find_section(name: str) -> ReferenceSection:
             fix=f"run `vexport explain` to list them{scheme_hint(name, known_names)}",
         )
     return section
-
-
-def _rule_section(rule: Rule) -> ReferenceSection:
-    lines = [f"### {rule.id}", "", rule_text(rule)]
-    return ReferenceSection(
-        page="rules", title=rule.id, depth=3, names=(rule.id,), text="\n".join(lines)
-    )
 
 
 def rule_text(rule: Rule) -> str:

@@ -5,7 +5,7 @@ from vexport.rules.book import Rule
 UNKNOWN_RULE = Rule(
     "usage/unknown-rule",
     got="{id}, which is the ID of no rule{hint}",
-    do="take the ID at the end of a finding, or see the list with `vexport explain messages`",
+    do="take the ID at the end of a finding, or see the list with `vexport explain rulebook`",
 )
 RULE_OF_NO_CHECK = Rule(
     "usage/rule-of-no-check",
