@@ -139,64 +139,32 @@ def _skip_tries(cells: Sequence[Sequence[DryTry]], reason: str) -> None:
 
 
 def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list[list[CellResult]]:
-    kinds: dict[tuple[int, Cell], ControlKind] = {}
-    for number, cells in enumerate(results):
-        for result in cells:
-            kind = control_kind(result, has_source=request.source is not None)
-            if kind is not None:
-                kinds[number, result.cell] = kind
     by_cell = {(number, each.cell): each for number, cells in enumerate(results) for each in cells}
-    kinds, controls = _try_controls(request, kinds)
-    refused = _with_same_refusal(request, by_cell, kinds, controls)
-    doubtful = _with_doubtful_config(request, by_cell, refused)
-    if doubtful:
-        for key in doubtful:
-            del kinds[key], controls[key], refused[key]
-        defaults, of_defaults = _try_controls(request, dict.fromkeys(doubtful, "default config"))
-        kinds |= defaults
-        controls |= of_defaults
-        refused |= _with_same_refusal(request, by_cell, defaults, of_defaults)
-    plain = {
-        (number, cell): kind
-        for number, kind in _distinct_models(refused)
+    has_source = request.source is not None
+    kinds = {key: control_kind(result, has_source=has_source) for key, result in by_cell.items()}
+    wanted = {key: kind for key, kind in kinds.items() if kind is not None}
+    controls = _try_controls(request, by_cell, wanted)
+    doubtful = _with_doubtful_config(request, by_cell, controls)
+    for key in doubtful:
+        del controls[key]
+    controls |= _try_controls(request, by_cell, dict.fromkeys(doubtful, "default config"))
+    plain: dict[tuple[int, Cell], ControlKind] = {
+        (number, cell): control.kind
+        for (number, _), control in controls.items()
         for cell in request.plain_cells
+        if control.is_same
     }
     plain_results = _try_control_cells(request, plain)
     loading = {number for (number, _), each in plain_results.items() if each.outcome == "loaded"}
     return [
         [
-            replace(
-                result,
-                control=Control(
-                    kind=kinds[key],
-                    is_same=key in refused,
-                    faults=controls[key].faults,
-                    loads_elsewhere=number in loading,
-                ),
-            )
+            replace(result, control=replace(controls[key], loads_elsewhere=number in loading))
             if (key := (number, result.cell)) in controls
             else result
             for result in cells
         ]
         for number, cells in enumerate(results)
     ]
-
-
-def _with_same_refusal(
-    request: DryRequest,
-    results: Mapping[tuple[int, Cell], CellResult],
-    kinds: Mapping[tuple[int, Cell], ControlKind],
-    controls: Mapping[tuple[int, Cell], CellResult],
-) -> dict[tuple[int, Cell], ControlKind]:
-    stored = {
-        (number, kind): _stored_names(_control_folder(request, number, kind))
-        for number, kind in _distinct_models(kinds)
-    }
-    return {
-        key: kind
-        for key, kind in kinds.items()
-        if same_refusal(results[key], controls[key], stored[key[0], kind])
-    }
 
 
 def _stored_names(folder: Path) -> frozenset[str]:
@@ -209,40 +177,41 @@ def _stored_names(folder: Path) -> frozenset[str]:
 def _with_doubtful_config(
     request: DryRequest,
     results: Mapping[tuple[int, Cell], CellResult],
-    refused: Mapping[tuple[int, Cell], ControlKind],
+    controls: Mapping[tuple[int, Cell], Control],
 ) -> list[tuple[int, Cell]]:
     """Return the cells in which a wrong value in config.json may be the cause of the refusal.
 
     In these cells, vLLM also refuses the same config without its quantization.
     """
-    refusing = [key for key, kind in refused.items() if kind == "config alone"]
+    refusing = [
+        key for key, each in controls.items() if each.is_same and each.kind == "config alone"
+    ]
     numbers = {number for number, cell in refusing if results[number, cell].in_class}
     sound = {number for number in numbers if _is_sound(request, number)}
     return [key for key in refusing if key[0] not in sound or not results[key].in_class]
 
 
 def _try_controls(
-    request: DryRequest, kinds: Mapping[tuple[int, Cell], ControlKind]
-) -> tuple[dict[tuple[int, Cell], ControlKind], dict[tuple[int, Cell], CellResult]]:
-    """Make the unquantized models that can be made, and try them.
-
-    The first result maps each cell to the kind of its unquantized model. The second result has the
-    load results of these cells.
-    """
-    written = {
-        (number, kind)
-        for number, kind in _distinct_models(kinds)
+    request: DryRequest,
+    results: Mapping[tuple[int, Cell], CellResult],
+    kinds: Mapping[tuple[int, Cell], ControlKind],
+) -> dict[tuple[int, Cell], Control]:
+    """Make the unquantized models that can be made, try them, and compare them with the results."""
+    models = {(number, kind) for (number, _), kind in kinds.items()}
+    stored = {
+        (number, kind): _stored_names(_control_folder(request, number, kind))
+        for number, kind in models
         if _write_control(request, number, kind)
     }
-    made = {key: kind for key, kind in kinds.items() if (key[0], kind) in written}
-    return made, _try_control_cells(request, made)
-
-
-def _distinct_models(
-    kinds: Mapping[tuple[int, Cell], ControlKind],
-) -> set[tuple[int, ControlKind]]:
-    """Return the unquantized models to try, as pairs (number of the checkpoint, kind)."""
-    return {(number, kind) for (number, _), kind in kinds.items()}
+    made = {key: kind for key, kind in kinds.items() if (key[0], kind) in stored}
+    return {
+        key: Control(
+            kind=made[key],
+            is_same=same_refusal(results[key], tried, stored[key[0], made[key]]),
+            faults=tried.faults,
+        )
+        for key, tried in _try_control_cells(request, made).items()
+    }
 
 
 def _write_control(request: DryRequest, number: int, kind: ControlKind) -> bool:
