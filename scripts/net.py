@@ -14,8 +14,11 @@ Floats depend on the processor: a record is valid only on the machine that made 
 `--only PART...` records or compares some parts: written, rounded, checked, helped, answered,
 refused, schemas, judged, run. `record --only` keeps the other parts of an existing file.
 `--corpus FOLDER` also judges the results in a folder, with the calls that its calls.json lists.
-`compare --without-texts` ignores prose. It compares exit codes, options, the keys and
-numbers of JSON, and the check, severity and place of findings.
+
+`compare --made FILE` compares with another record instead of a new one. `compare --flat` compares
+the keys and values of JSON whatever their nesting. `compare --without-texts` ignores prose. It
+compares exit codes, options, the keys and numbers of JSON, and the check, severity and place of
+findings.
 """
 
 import os
@@ -385,20 +388,50 @@ def main() -> int:
     parser.add_argument("action", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--corpus", type=Path, help="further results for `judged`")
+    parser.add_argument("--made", type=Path, help="compare with this record, without a new one")
+    parser.add_argument("--flat", action="store_true", help="ignore the nesting of JSON")
     parser.add_argument("--without-texts", action="store_true", help="compare no prose")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART")
     options = parser.parse_args()
-    made = record(options.only, options.corpus)
+    is_made = options.action == "compare" and options.made
+    made = read(options.made) if is_made else record(options.only, options.corpus)
     if options.action == "record":
         is_part = options.only != names and options.file.exists()
-        others = json.loads(options.file.read_text()) if is_part else {}
+        others = read(options.file) if is_part else {}
         options.file.write_text(json.dumps({**others, **made}, indent=1) + "\n")
         return 0
-    before: Mapping[str, str] = json.loads(options.file.read_text())
+    before = read(options.file)
     if options.without_texts:
         before = {name: without_texts(name, text) for name, text in before.items()}
         made = {name: without_texts(name, text) for name, text in made.items()}
+    if options.flat:
+        before, made = ({name: flat(name, each[name]) for name in each} for each in (before, made))
     return compare(before, made, whole=options.only == names)
+
+
+def read(file: Path) -> Mapping[str, str]:
+    found: Mapping[str, str] = json.loads(file.read_text())
+    return found
+
+
+def flat(name: str, text: str) -> str:
+    """Return a recorded JSON as sorted lines of keys and values."""
+    if not name.startswith("json "):
+        return text
+    code, _, content = text.partition("\n")
+    return "\n".join([code, *sorted(leaves(json.loads(content)))])
+
+
+def leaves(value: object, key: str = "") -> Iterator[str]:
+    """Yield each value of JSON that is no object or list, with its key."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from leaves(part, name)
+    elif isinstance(value, list):
+        for part in value:
+            yield from leaves(part, key)
+    elif value is not None:
+        yield f"{key}: {value}"
 
 
 def without_texts(name: str, text: str) -> str:
