@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.models import Good, quantize
-from tests.texts import assert_raises
+from tests.texts import breaks
 from vexport.engine.agreement import KL_LIMITS, canary_findings, kl_limit, symptom
 from vexport.engine.reference import (
     BFLOAT16_ROUNDING,
@@ -18,10 +18,10 @@ from vexport.engine.reference import (
     reference_canaries,
     reference_logprobs,
 )
-from vexport.errors import InputError
 from vexport.inference.prompts import CONTINUED_PROMPTS, fixed_prompts, limited_length
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Canary
+from vexport.rules.prompts import TOKENIZER
 
 GOOD = Canary(
     prompt="The sky", text=" is blue and the grass is green.", tokens=8, finish_reason="length"
@@ -32,7 +32,7 @@ LONG = replace(GOOD, text=" one of the many things that a long text may be about
 
 
 def test_missing_tokenizer_is_bad_input(llama: Path) -> None:
-    with assert_raises(InputError, "no tokenizer", "copy", "tokenizer's files"):
+    with breaks(TOKENIZER, str(llama)):
         fixed_prompts(llama)
 
 

@@ -145,7 +145,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         rewrite(lambda content: content.update(higher_is_better={"sums": {"exact_match": False}})),
         "another higher_is_better",
     ),
-    "missing document": (drop_document, "task sums: got no document 399"),
+    "missing document": (drop_document, "task sums: no document 399"),
     **{
         key: (change_question(key), f"task sums, document 7: got {key} 000000000000")
         for key in ("doc_hash", "prompt_hash", "target_hash")
