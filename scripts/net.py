@@ -31,6 +31,7 @@ import json  # noqa: E402
 import re  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
+from collections import Counter  # noqa: E402
 from collections.abc import Collection, Iterator, Mapping  # noqa: E402
 from difflib import unified_diff  # noqa: E402
 from functools import partial  # noqa: E402
@@ -406,7 +407,7 @@ def main() -> int:
         made = {name: without_texts(name, text) for name, text in made.items()}
     if options.flat:
         before, made = ({name: flat(name, each[name]) for name in each} for each in (before, made))
-    return compare(before, made, whole=options.only == names)
+    return compare(before, made, whole=options.only == names, is_flat=options.flat)
 
 
 def read(file: Path) -> Mapping[str, str]:
@@ -457,13 +458,20 @@ def bare(value: object, key: str = "") -> object:
     return "text" if isinstance(value, str) and key not in COUNTING_TEXTS else value
 
 
-def compare(before: Mapping[str, str], made: Mapping[str, str], whole: bool) -> int:
+def compare(
+    before: Mapping[str, str], made: Mapping[str, str], *, whole: bool, is_flat: bool
+) -> int:
     changed = [name for name in before if name in made and before[name] != made[name]]
     for name in changed:
         old = before[name].splitlines()
         new = made[name].splitlines()
         print(name)
-        for line in list(unified_diff(old, new, lineterm="", n=0))[3:]:
+        if is_flat and name.startswith("json "):
+            lines = [f"-{line}" for line in (Counter(old) - Counter(new)).elements()]
+            lines += [f"+{line}" for line in (Counter(new) - Counter(old)).elements()]
+        else:
+            lines = list(unified_diff(old, new, lineterm="", n=0))[3:]
+        for line in lines:
             print(f"  {line}")
     gone = len(before.keys() - made.keys()) if whole else 0
     added = len(made.keys() - before.keys())
