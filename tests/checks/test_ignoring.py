@@ -11,6 +11,7 @@ from tests.models import Good
 from tests.mutations.edits import GROUP, config, spoiled
 from vexport.api import check
 from vexport.errors import InputError
+from vexport.rules.dry_load import REFUSED
 
 ZERO_POINTS = "versions/zero-points"
 
@@ -99,12 +100,19 @@ def test_explain_shows_a_rule() -> None:
 
 
 @pytest.mark.vllm
-def test_a_refusal_by_the_loaders_stays(good: Good, tmp_path: Path) -> None:
+def test_a_refusal_by_the_loaders_stays(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If vLLM refuses what an ignored rule found, the refusal is an error by itself."""
+    monkeypatch.delenv("VEXPORT_NO_VERIFY")
     spoil = config((*GROUP, "weights"), num_bits=5)
     refused = spoiled(good("W4A16"), tmp_path / "refused", spoil)
-    (report,) = json.loads(vexport("check", refused, "--format", "json").stdout)
+    call = ("check", refused, "--format", "json")
+    (report,) = json.loads(vexport(*call).stdout)
     rules = {each["rule"] for each in report["findings"] if each["severity"] == "error"}
-    words = [word for rule in rules if rule for word in ("--ignore-rule", rule)]
-    ran = vexport("check", refused, *words, "--format", "json")
-    assert (ran.code, json.loads(ran.stdout)[0]["ok"]) == (1, False)
+    assert REFUSED.id in rules
+    words = [word for rule in rules - {REFUSED.id} for word in ("--ignore-rule", rule)]
+    ran = vexport(*call, *words)
+    (report,) = json.loads(ran.stdout)
+    assert (ran.code, report["ok"], len(report["ignored"])) == (1, False, 1)
+    assert vexport(*call, "--ignore-rule", REFUSED.id).code == 2
