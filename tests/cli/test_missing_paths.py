@@ -46,8 +46,8 @@ COMMANDS = (
 )
 # Files and a folder that contain no text, with a part of the error.
 WITHOUT_TEXT = {
-    "binary.jsonl": "a binary file",
-    "binary.txt": "a binary file",
+    "binary.jsonl": "[calibration/text]",
+    "binary.txt": "[calibration/text]",
     "empty.jsonl": "an empty file",
     "empty.txt": "an empty file",
     "numbers.json": "a number instead of a JSON object",
