@@ -11,6 +11,7 @@ from vexport.calibration.gradients import NOT_KEPT
 from vexport.cli import INTERRUPTED, entry
 from vexport.files import digest_file
 from vexport.records import OnProgress, silent
+from vexport.records.calibration import GRADIENTS
 
 MODEL = ROOT / "scenarios" / "demo" / "model"
 TEXT = ROOT / "scenarios" / "demo" / "calibration.jsonl"
@@ -35,7 +36,7 @@ def test_gradients_start_again_with_same_bytes(tmp_path: Path) -> None:
     """The interrupt comes on the way back, between two layers."""
 
     def interrupt(stage: str, done: int, total: int) -> None:
-        if "measuring gradients, pass 6" in stage:
+        if stage == GRADIENTS and done == 5:
             raise KeyboardInterrupt
 
     whole, out = tmp_path / "whole", tmp_path / "out"

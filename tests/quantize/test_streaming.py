@@ -126,11 +126,13 @@ def test_refusal_leaves_no_files(tmp_path: Path) -> None:
 PEAK_OF_QUANTIZE = """
 import json, os, sys
 from pathlib import Path
+from vexport.names import Folder
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.plan.source import scheme_rules
 from vexport.scenario import Planning
 rules = scheme_rules(Planning(scheme="NVFP4A16", observer="memoryless_minmax"))
-quantize_source(QuantizeJob(source=sys.argv[1], out=Path(sys.argv[2]), rules=rules))
+source = Folder.at(Path(sys.argv[1]))
+quantize_source(QuantizeJob(source=source, out=Path(sys.argv[2]), rules=rules))
 # ru_maxrss would include the memory of the parent process.
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
