@@ -15,9 +15,10 @@ from yaml.composer import Composer
 from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
-from vexport.errors import InputError, clip, convert_os_error
+from vexport.errors import InputError, convert_os_error
 from vexport.files import require_no_device
 from vexport.rules import file as rules
+from vexport.words import clip
 
 MOST_BYTES = 4_000_000
 """Maximum size of a YAML file."""

@@ -14,11 +14,12 @@ from pathlib import Path
 from types import UnionType
 from typing import BinaryIO
 
-from vexport.errors import InputError, clip, require_working_disk, shown
+from vexport.errors import InputError, require_working_disk
 from vexport.files import require_no_device
 from vexport.records import Json
 from vexport.records.values import json_type
 from vexport.rules import file as rules
+from vexport.words import clip, shown
 
 LONGEST_LINE = 1 << 26
 """Most bytes in a line of JSON. Calibration data has the same limit."""

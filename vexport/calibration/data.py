@@ -34,8 +34,9 @@ from vexport.checkpoint.source import DEFAULT, parse_data
 from vexport.errors import InputError, first_line, raise_all
 from vexport.files import digest_bytes, read_json_object
 from vexport.records import CalibrationData
-from vexport.records.values import join_limited, plural
+from vexport.records.values import join_limited
 from vexport.rules import calibration as rules
+from vexport.words import plural
 
 # Maximum number of characters to tokenize per needed token. Long texts are cut before tokenizing,
 # because samples contain only their first tokens.

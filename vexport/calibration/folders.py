@@ -22,8 +22,9 @@ from vexport.errors import InputError, VexportError
 from vexport.files import read_json_object
 from vexport.foreign import parsed_number
 from vexport.records import CalibrationData
-from vexport.records.values import join_limited, plural
+from vexport.records.values import join_limited
 from vexport.rules import calibration as rules
+from vexport.words import plural
 
 # First words of the names of documents in a folder that has only prose.
 _DOCUMENTS = ("readme", "license", "licence", "copying", "notice")

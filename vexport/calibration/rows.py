@@ -17,9 +17,9 @@ from vexport.calibration.conversations import (
     RowError,
     media_of_part,
 )
-from vexport.errors import clip
 from vexport.records.values import json_type
 from vexport.rules import calibration as rules
+from vexport.words import clip
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
 # Further columns that hold conversations. A column `text` takes precedence over them.

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vexport.checkpoint.dtypes import BITS
-from vexport.errors import InputError, clip, raise_all, require_working_disk
+from vexport.errors import InputError, raise_all, require_working_disk
 from vexport.files import digest_bytes, read_json_object, require_fetched, unreadable_kind
 from vexport.records import Json, TensorInfo
 from vexport.records.values import json_type
 from vexport.rules import checkpoint as rules
 from vexport.rules import shards
 from vexport.rules.book import Rule
+from vexport.words import clip
 
 # Longest header that safetensors accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 100_000_000

@@ -36,9 +36,9 @@ from vexport.errors import InputError, InputErrors, VexportError, convert_os_err
 from vexport.errors.extras import unexpected_error
 from vexport.records import CheckReport, Finding, NotJudged
 from vexport.records.shared_faults import as_shared, shared_as_warnings
-from vexport.records.values import plural
 from vexport.rules import source
 from vexport.version import PINNED, short_version
+from vexport.words import plural
 
 FILES = "files"
 # Check name of findings that report an unexpected exception in a family.

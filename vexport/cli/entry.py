@@ -22,7 +22,6 @@ from vexport.errors import (
     InputError,
     InputErrors,
     VexportError,
-    clip,
     convert_os_error,
     nearest_hint,
     visible,
@@ -30,6 +29,7 @@ from vexport.errors import (
 from vexport.errors.extras import unexpected_error
 from vexport.rules import usage as rules
 from vexport.version import __version__
+from vexport.words import clip
 
 # Each command's module is imported when the command is called, and imports heavy libraries only
 # inside functions. This keeps `--help` fast.

@@ -14,11 +14,12 @@ import click
 from click.core import ParameterSource
 
 from vexport.cli.positional import folder_advice
-from vexport.errors import InputError, InputErrors, clip, did_you_mean
+from vexport.errors import InputError, InputErrors, did_you_mean
 from vexport.names import ModelRef, Server, user_path, user_text
 from vexport.records.options import Heading
 from vexport.records.values import MOST_COUNT
 from vexport.version import parse_version, short_version
+from vexport.words import clip
 
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra

@@ -20,10 +20,11 @@ from vexport.cli.options import (
     trust_option,
 )
 from vexport.cli.settings import Syntax, given_settings, option_names, setting_options
-from vexport.errors import CheckpointFailed, clip
+from vexport.errors import CheckpointFailed
 from vexport.errors.extras import require_extra
 from vexport.names import SourceRef, parse_source
 from vexport.records import GroupSize
+from vexport.words import clip
 
 
 def require_consistent(section: str) -> None:

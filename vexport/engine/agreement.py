@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from vexport.checkpoint.index import find_quantization
 from vexport.records import Canary, Finding
-from vexport.records.values import plural
 from vexport.rules import canary as rules
+from vexport.words import plural
 
 # Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16 if
 # activations are not quantized). vLLM and the reference round to bfloat16 in different orders, and

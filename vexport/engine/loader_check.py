@@ -47,8 +47,8 @@ from vexport.records import (
     without_details,
 )
 from vexport.records.shared_faults import shared_as_warnings, shared_errors
-from vexport.records.values import plural
 from vexport.rules import shards
+from vexport.words import plural
 
 if TYPE_CHECKING:
     from vexport.quantize.job import QuantizeJob

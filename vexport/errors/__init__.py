@@ -13,9 +13,7 @@ from typing import Self
 
 from vexport.rules import environment, file, internal
 from vexport.rules.book import Rule
-from vexport.words import alternatives as alternatives
-from vexport.words import clip as clip
-from vexport.words import shown as shown
+from vexport.words import alternatives, clip
 
 # C0 and C1 controls, DEL, lone surrogates, non-characters, line separators, zero-width and bidi
 # marks. They are illegal in XML, are commands to a terminal, or disguise text.

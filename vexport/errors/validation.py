@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from vexport.errors import InputError, clip, nearest_hint, shown
+from vexport.errors import InputError, nearest_hint
 from vexport.rules import setting as rules
+from vexport.words import clip, shown
 
 MOST_CHARACTERS = 300
 MISSING = "missing"

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from vexport.records.values import plural
+from vexport.words import plural
 
 # A segment has at least this number of rows, and never rows of two pieces of the source.
 SEGMENT_ROWS = 256

@@ -27,7 +27,7 @@ from vexport.formats.base import (
 )
 from vexport.numerics import INT32_BITS
 from vexport.records import LinearPlan, TensorInfo
-from vexport.records.values import plural
+from vexport.words import plural
 
 if TYPE_CHECKING:
     import torch

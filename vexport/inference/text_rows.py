@@ -10,9 +10,9 @@ from vexport.engine.messages import KL_TOKENS
 from vexport.errors import InputError
 from vexport.inference.answers import Rows
 from vexport.inference.prompts import limited_length
-from vexport.records.values import plural
 from vexport.rules import prompts as rules
 from vexport.scenario import Evaluate
+from vexport.words import plural
 
 # The first token of a row is not predicted.
 _MIN_TOKENS = 2

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from vexport.errors import clip
 from vexport.judge.pairs import TaskPair
 from vexport.records.values import join_limited
 from vexport.scores.table import Row
+from vexport.words import clip
 
 MIN_SHARE = 0.9
 """Minimum share of a response in the responses of both models, for a warning."""

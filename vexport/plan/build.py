@@ -38,10 +38,9 @@ from vexport.plan.shapes import (
     unsupported,
 )
 from vexport.records import AttentionLayer, Finding, KvCache, OnUnsupportedShape
-from vexport.records.values import plural
 from vexport.rules import architecture
 from vexport.rules.quantize import ALREADY_QUANTIZED
-from vexport.words import first_and_more
+from vexport.words import first_and_more, plural
 
 if TYPE_CHECKING:
     from vexport.scenario import Rule

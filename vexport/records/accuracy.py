@@ -6,8 +6,9 @@ from typing import Literal
 
 from vexport.records.margin import Unit
 from vexport.records.scale import Scale
-from vexport.records.values import Outcome, about, plural
+from vexport.records.values import Outcome, about
 from vexport.rules.book import Rule
+from vexport.words import plural
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from vexport.records.findings import (
     Severity,
     without_details,
 )
-from vexport.records.values import plural
+from vexport.words import plural
 
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE", "SKIPPED"]
 # The most serious severity first.

@@ -11,7 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
-from vexport.errors import InputError, clip
+from vexport.errors import InputError
+from vexport.words import clip
 
 # Time limit for rendering a conversation with a chat template. Real templates take milliseconds.
 TEMPLATE_SECONDS = 10.0

@@ -6,8 +6,6 @@ from typing import Annotated, Literal
 
 from annotated_types import Gt, Le
 
-from vexport.words import plural as plural
-
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 # Called with (stage, done, total) to report the progress of every long stage.

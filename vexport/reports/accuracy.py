@@ -14,7 +14,6 @@ from vexport.records import (
     Verdict,
 )
 from vexport.records.scale import NOT_AVAILABLE, Scale, percent
-from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import (
     TableCell,
@@ -41,6 +40,7 @@ from vexport.reports.formatting import (
     unsearched_cause,
 )
 from vexport.reports.positions import position_parts
+from vexport.words import plural
 
 MAX_FLIPS = 100
 _MAX_INFORMATIONAL = 8

@@ -11,7 +11,6 @@ from pathlib import PurePosixPath
 from vexport.errors import InputError, visible
 from vexport.quantize.warnings import fallback_warnings
 from vexport.records import Verdict
-from vexport.records.values import plural
 from vexport.reports.accuracy import task_table, text_table
 from vexport.reports.document import Listing, Paragraph, Section, parts, row
 from vexport.reports.formatting import (
@@ -26,6 +25,7 @@ from vexport.reports.formatting import (
 from vexport.reports.layers import rounding_lines
 from vexport.reports.renderers.markdown import render_parts, safe
 from vexport.reports.run_record import MadeCheckpoint, Report, Source
+from vexport.words import plural
 
 # Matches a name on the hub (see huggingface_hub.utils.validate_repo_id), but no absolute or nested
 # local path.

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 from vexport.records import Finding
 from vexport.records.gates import SEVERITIES, Gate, Status
 from vexport.records.scale import Scale
-from vexport.records.values import plural
 from vexport.reports.findings import fold
 from vexport.reports.formatting import outcome_line
+from vexport.words import plural
 
 if TYPE_CHECKING:
     from vexport.records import Comparison, TaskVerdict, TextLimit

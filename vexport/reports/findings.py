@@ -27,13 +27,13 @@ from vexport.records.gates import (
     findings_gate,
     load_gate,
 )
-from vexport.records.values import plural
 from vexport.reports.formatting import (
     count,
     outcome_line,
     report_sentence,
     task_title,
 )
+from vexport.words import plural
 
 if TYPE_CHECKING:
     from vexport.records import ComparedVariant, TaskVerdict, TextLimit, Verdict

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from vexport.formats.plan import Plan
 from vexport.records import EngineInfo, ExpertCoverage, Outcome, Verdict
 from vexport.records.scale import NOT_AVAILABLE, interval, percent
-from vexport.records.values import about, join_limited, plural
+from vexport.records.values import about, join_limited
 from vexport.rules import verdict as rules
+from vexport.words import plural
 
 if TYPE_CHECKING:
     from vexport.records import Attribution, Comparison, Prompting, TaskVerdict, Verdict

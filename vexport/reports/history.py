@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from vexport.records import History, HistoryRow, HistoryTask
 from vexport.records.scale import NOT_AVAILABLE, percent
-from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import TableCell, badge, facts, judged_cell, muted, parts, table
+from vexport.words import plural
 
 _DIGEST_DIGITS = 8
 _UNKNOWN = "unknown"

@@ -21,12 +21,12 @@ from vexport.records import (
 )
 from vexport.records.calibration import GroupRounding, RoundingReport
 from vexport.records.scale import percent
-from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import TableCell, badge, mono, muted, page_section, parts, table
 from vexport.reports.findings import folded_places
 from vexport.reports.formatting import attribution_line, bits_per_weight, count, ratio, size, small
 from vexport.reports.run_record import MadeCheckpoint, Report
+from vexport.words import plural
 
 MAX_LAYERS = 400
 _DRIFT_NOTE = "This early signal can cause a warning, but it does not change the outcome."

@@ -15,13 +15,13 @@ from vexport.plan.rules import calibration_need, text_use
 from vexport.records import Finding, GpuOutlook, SchemeOnGpu, SchemeOutlook, SchemeTable
 from vexport.records.margin import margin_of_shares
 from vexport.records.scale import percent
-from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import facts, table
 from vexport.reports.formatting import count, ratio, size
 from vexport.reports.renderers import text
 from vexport.scenario import Calibration, Evaluate
 from vexport.scenario.evaluate import SUITES, TYPICAL_DISAGREEMENT
+from vexport.words import plural
 
 # Maximum lines for kinds of layers, and for kept layers. JSON has everything.
 MOST_KINDS = 16

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 from vexport.records import TextBucket, TextPoint, TextVerdict
 from vexport.records.scale import percent
-from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import TableCell, badge, judged_cell, parts, table
 from vexport.reports.formatting import (
@@ -16,6 +15,7 @@ from vexport.reports.formatting import (
     percent_interval,
     small,
 )
+from vexport.words import plural
 
 _X_UNIT = "position of the token in its row"
 # Room above the highest and below the lowest point of a chart, as a share of their distance.

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from vexport.files import to_json
 from vexport.numerics.metrics import decibels
 from vexport.records import Finding, Quantized, Repair, RepairReport, WeightChange
-from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import facts, parts, row
 from vexport.reports.formatting import count, coverage_lines, ratio, size
 from vexport.reports.layers import rounding_lines
 from vexport.reports.renderers import text
+from vexport.words import plural
 
 # Maximum number of repairs listed for each kind. JSON has all.
 MAX_SHOWN = 8

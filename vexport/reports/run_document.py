@@ -12,7 +12,6 @@ from urllib.parse import quote
 from vexport.records import Canary, ComparedRun, EngineInfo, GivenCheckpoint, LoadReport
 from vexport.records.gates import finding_counts
 from vexport.records.scale import NOT_AVAILABLE
-from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.accuracy import accuracy_section, accuracy_tiles, answers_section
 from vexport.reports.checkpoints import device_parts, load_facts
@@ -42,6 +41,7 @@ from vexport.reports.layers import (
 )
 from vexport.reports.run_record import CalibrationSummary, MadeCheckpoint, Report
 from vexport.reports.variants import variant_sections, variant_tiles, variants_section
+from vexport.words import plural
 
 _NOT_RUN = "an earlier gate failed"
 # Files of a run, most interesting first, and their descriptions.

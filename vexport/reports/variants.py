@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from vexport.records import ComparedVariant, TextLimit, VariantOutcome, Verdict
 from vexport.records.scale import NOT_AVAILABLE
-from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.accuracy import accuracy_section
 from vexport.reports.document import TableCell, judged_cell, muted, parts, table, warnings
 from vexport.reports.formatting import count, small
+from vexport.words import plural
 
 _LEGEND = (
     "The first variant is the baseline. All variants run on the same documents. Worst task: the "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from vexport.errors import InputError, clip
+from vexport.errors import InputError
 from vexport.files import from_json, read_json_object
 from vexport.inference.fingerprint import EMULATED, ENDPOINT, MODEL, TEMPLATE, Fingerprint
 from vexport.records import (
@@ -29,6 +29,7 @@ from vexport.run.comparison import compared_run
 from vexport.run.directory import REPORT_FILE, read_report
 from vexport.scores.readers.accepted import Accepted, describe_accepted, is_accepted, read_accepted
 from vexport.scores.settings import changed_names, device_of, display_name, question_settings
+from vexport.words import clip
 
 _VLLM = "vllm"
 _REPORT_KIND = "vexport.report/"

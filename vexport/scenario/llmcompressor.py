@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import JsonValue, ValidationError
 
 from vexport.config_files import load_yaml
-from vexport.errors import InputError, InputErrors, nearest_hint, shown
+from vexport.errors import InputError, InputErrors, nearest_hint
 from vexport.errors.validation import validation_problems
 from vexport.formats.arguments import parse_args
 from vexport.formats.schemes import KEEP, get_scheme
@@ -23,6 +23,7 @@ from vexport.records import KvCache
 from vexport.records.patterns import REGEX
 from vexport.rules import scenario as book
 from vexport.scenario.rules import IgnoredLayers, Rule
+from vexport.words import shown
 
 QUANTIZATION, GPTQ = "QuantizationModifier", "GPTQModifier"
 MODIFIERS = (QUANTIZATION, GPTQ)

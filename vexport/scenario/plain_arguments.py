@@ -23,8 +23,9 @@ from vexport.architectures.engine_arguments import (
     argument_types,
     recorded_version,
 )
-from vexport.errors import clip, nearest_hint
+from vexport.errors import nearest_hint
 from vexport.version import Version, short_version
+from vexport.words import clip
 
 
 class _Safe(NamedTuple):

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from vexport.checkpoint.source import DEFAULT, parse_data, with_revision
 from vexport.config_files import load_yaml
-from vexport.errors import InputError, InputErrors, clip, nearest_hint
+from vexport.errors import InputError, InputErrors, nearest_hint
 from vexport.errors.validation import UNKNOWN_KEY, ValidationProblem, validation_problems
 from vexport.files import read_json_object
 from vexport.names import SourceRef, parse_model, parse_source
@@ -23,6 +23,7 @@ from vexport.scenario.rules import Auto, Rule
 from vexport.scenario.scenario import Scenario
 from vexport.scenario.serve import Serve
 from vexport.scenario.variants import Variants
+from vexport.words import clip
 
 # Maximum number of problems shown for a file.
 MOST_PROBLEMS = 50

@@ -9,12 +9,13 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, JsonValue, ValidationError, model_validator
 
-from vexport.errors import InputError, InputErrors, shown
+from vexport.errors import InputError, InputErrors
 from vexport.errors.validation import ValidationProblem, validation_problems
 from vexport.rules.setting import VALUE
 from vexport.scenario.declaring import Key, Option
 from vexport.scenario.section import ScenarioSection, located_errors
 from vexport.scenario.serve import SERVE_KEYS, EngineArguments, LimitSettings, Serve
+from vexport.words import shown
 
 DEFAULT_SETTING = "default"
 """Name of a setting without any argument: vLLM's defaults."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-from vexport.errors import shown
 from vexport.inference.endpoint.client import Reply
 from vexport.inference.endpoint.key_mask import KeyMask
 from vexport.inference.row_scores import TokenLogprobs
 from vexport.records import Json
 from vexport.records.values import json_type
+from vexport.words import shown
 
 TOO_MANY, UNAVAILABLE = 429, 503
 NO_SUCH_PATH = (404, 405, 501)

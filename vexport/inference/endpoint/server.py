@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from vexport.errors import EnvironmentFault, InputError, clip, visible
+from vexport.errors import EnvironmentFault, InputError, visible
 from vexport.inference.endpoint.client import (
     MEBIBYTE,
     CertificateError,
@@ -51,6 +51,7 @@ from vexport.records.values import MOST_COUNT
 from vexport.rules import prompts as prompt_rules
 from vexport.rules import server as rules
 from vexport.version import __version__
+from vexport.words import clip
 
 T = TypeVar("T")
 API_KEY = "VEXPORT_API_KEY"

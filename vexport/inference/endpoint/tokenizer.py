@@ -8,13 +8,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vexport.checkpoint.hub import fetch, list_files, side_files
-from vexport.errors import InputError, clip, visible
+from vexport.errors import InputError, visible
 from vexport.inference.endpoint.server import ServedModel, Server
 from vexport.inference.options import BASELINE, EngineOptions
 from vexport.names import Folder, HubName, SourceRef
 from vexport.records import PROGRESS_DETAIL
 from vexport.rules import server as rules
 from vexport.scenario import Evaluate
+from vexport.words import clip
 
 # Names of files from which transformers loads a tokenizer: vocabularies of all kinds, settings.
 _TOKENIZER_FILE = re.compile(

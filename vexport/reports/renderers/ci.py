@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Literal
 from xml.etree import ElementTree
 
-from vexport.errors import clip, visible
+from vexport.errors import visible
 from vexport.records import CheckReport, DryLoadReport, Finding, LoadReport, Severity
 from vexport.records.gates import STATIC_SCOPE, Gate, Status, checkpoint_gate, static_reason
-from vexport.records.values import plural
 from vexport.reports.checkpoints import with_load_names
 from vexport.reports.findings import check_target, fold, kinds
 from vexport.reports.formatting import outcome_line
+from vexport.words import clip, plural
 
 MAX_ANNOTATIONS = 10
 _MAX_CHARACTERS = 2000

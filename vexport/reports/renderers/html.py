@@ -8,9 +8,10 @@ import re
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from vexport.errors import clip, visible
+from vexport.errors import visible
 from vexport.reports.document import Document, FindingList, Part, Section, Table, finding_parts
 from vexport.reports.formatting import capitalized, sentence, task_title
+from vexport.words import clip
 
 MAX_FINDINGS = 200
 MAX_TEXT = 2000

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from vexport.errors import clip, visible
-from vexport.records.values import plural
+from vexport.errors import visible
 from vexport.reports import document as doc
 from vexport.reports.document import finding_parts, table
 from vexport.reports.formatting import capitalized
+from vexport.words import clip, plural
 
 # GitHub refuses a step's summary above 1 MiB. This leaves space for other commands of the step.
 SUMMARY_BYTES = 1 << 19

@@ -12,12 +12,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
-from vexport.errors import clip, visible
+from vexport.errors import visible
 from vexport.records import Finding
-from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.findings import FindingKind, fold
 from vexport.reports.formatting import capitalized
+from vexport.words import clip, plural
 
 # Width of text that is not printed on a terminal.
 WIDTH = 100

@@ -7,7 +7,6 @@ seed.
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from vexport.errors import clip
 from vexport.foreign import (
     identity,
     json_lines,
@@ -25,6 +24,7 @@ from vexport.scores.readers.rows import (
     score_numbers,
     text_or_none,
 )
+from vexport.words import clip
 
 NAME = "EvalScope"
 _SUCCESS = "success"

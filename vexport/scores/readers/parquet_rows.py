@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vexport.errors import InputError, clip, require_working_disk
+from vexport.errors import InputError, require_working_disk
 from vexport.files import require_no_device
 from vexport.records import Json
 from vexport.rules import file as rules
+from vexport.words import clip
 
 if TYPE_CHECKING:
     import pyarrow  # type: ignore[import-untyped]

@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from vexport.errors import InputError, clip
+from vexport.errors import InputError
 from vexport.foreign import is_whole_number, number, text
 from vexport.records import Json
 from vexport.rules import results as rules
 from vexport.scores.endings import ending_of
 from vexport.scores.table import Key, Row, TaskTable
+from vexport.words import clip
 
 # A length limit that no response reaches. A response then counts as cut only if its finish reason
 # is in CUT_REASONS, or if its thinking does not end.
