@@ -102,13 +102,7 @@ class SectionedCommand(click.Command):
         place, _, key = problem.where.partition(": ")
         for each in self.params if place == self.name else ():
             if isinstance(each, SettingOption) and each.key == key:
-                return InputError(
-                    each.opts[0],
-                    got=problem.got,
-                    need=problem.need,
-                    fix=problem.fix,
-                    rule=problem.rule,
-                )
+                return problem.moved(each.opts[0])
         return problem
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

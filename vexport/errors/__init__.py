@@ -57,9 +57,9 @@ class VexportError(Exception):
     """A problem with a place and a remedy, printed as `where: got X, need Y; do Z`.
 
     If `need` is empty, `got` is a whole clause: `X is not a multiple of Y` for a wrong value, or a
-    description of what happened. If `got` is empty, `need` says all. If `fix` is empty, earlier
-    output contains the remedy. `rule` is the id of the rule, and `facts` are what the rule's
-    sentences were made from.
+    description of what happened. If `got` is empty, `need` says everything. If `fix` is empty,
+    earlier output contains the remedy. `rule` is the id of the rule, and `facts` are what the
+    rule's sentences were made from.
     """
 
     exit_code = 2
@@ -75,6 +75,12 @@ class VexportError(Exception):
         texts = rule.sentences(facts)
         error = cls(where, got=texts.got, need=texts.need, fix=texts.do, rule=rule.id)
         error.facts = facts
+        return error
+
+    def moved(self, where: str, *, fix: str = "") -> Self:
+        """Return the same error at another place. `fix` replaces the remedy."""
+        error = type(self)(where, got=self.got, need=self.need, fix=fix or self.fix, rule=self.rule)
+        error.facts = self.facts
         return error
 
 

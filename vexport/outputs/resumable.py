@@ -83,9 +83,7 @@ def keep_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> Check
     else:
         reason = f"{failed} exists and was not written by a failed call"
         fix = f"{failure.fix}; the checkpoint is not kept, because {reason}: move it away"
-    return CheckpointFailed(
-        failure.where, got=failure.got, need=failure.need, fix=fix, rule=failure.rule
-    )
+    return failure.moved(failure.where, fix=fix)
 
 
 def is_replaceable_failure(failed: Path) -> bool:
