@@ -16,7 +16,6 @@ from vexport.records.calibration import SUMMARIES
 from vexport.records.observer_names import OBSERVERS
 from vexport.reports import document as doc
 from vexport.reports.renderers.text import WIDTH, render
-from vexport.rules.book import Claim, Rule
 
 Rows = Sequence[Mapping[str, str]]
 
@@ -127,13 +126,6 @@ CATALOGS: Mapping[str, Callable[[], Rows]] = {
 }
 
 
-# What a rule claims, in words.
-_CLAIMS: Mapping[Claim | None, str] = {
-    "refused": "vLLM refuses the checkpoint",
-    "values": "vLLM loads it with wrong values",
-    "precision": "vLLM runs the layers in another precision or kernel than stored",
-    None: "",
-}
 _ALIASES = re.compile(r"<!-- explains: (.+?) -->\n*")
 _HEADING = re.compile(r"^(#+) (.+)$")
 _FENCE = "```"
@@ -209,19 +201,6 @@ def find_section(name: str) -> ReferenceSection:
             fix=f"run `vexport explain` to list them{scheme_hint(name, known_names)}",
         )
     return section
-
-
-def rule_text(rule: Rule) -> str:
-    """Return a rule in Markdown. Words in capitals stand for the facts of a case."""
-    sentences, severity = rule.outline, "note" if rule.severity == "info" else rule.severity
-    entries = (
-        ("severity", severity),
-        ("claim", _CLAIMS[rule.claim]),
-        ("found", sentences.got),
-        ("needed", sentences.need),
-        ("remedy", sentences.do),
-    )
-    return "\n".join(f"- **{name}**: {text}" for name, text in entries if text)
 
 
 def _fold(name: str) -> str:
