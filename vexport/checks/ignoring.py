@@ -1,8 +1,8 @@
 """Silence rules: their findings are listed apart and do not fail a checkpoint.
 
 Only rules that judge the files of a checkpoint can be silenced. A refusal by vLLM's loaders, a
-fault of the environment and a file that cannot be read are never silenced: no choice of the user
-makes vLLM load the checkpoint.
+fault of the environment and a file that cannot be read are never silenced: vLLM would still not
+load the checkpoint.
 """
 
 from collections.abc import Collection

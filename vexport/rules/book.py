@@ -70,8 +70,7 @@ class Rule:
 
     `id` is the family and the name: `config/rope-value`. It is stable: users silence and look up
     rules by it. `got`, `need` and `do` are templates of what was found, what is needed and the
-    remedy. `need` may be empty if it adds nothing; `got` is then a whole clause. `got` may be empty
-    if the need says all.
+    remedy. If `need` is empty, `got` is a whole clause. If `got` is empty, `need` says everything.
 
     `claim` is what the rule claims about vLLM, or None for another problem, such as a file that
     cannot be read. `loader_faults` are the ways in which a dry load can show the fault. By default,
