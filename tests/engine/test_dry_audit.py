@@ -126,6 +126,19 @@ def test_narrowed_and_unused_tensors() -> None:
     assert (fault.kind, fault.where, fault.got) == ("unused", "t6", "float32 [5]")
 
 
+def test_padding_of_the_last_rank_is_not_narrowed() -> None:
+    """VocabParallelEmbedding fills the rows after the vocabulary with zeros."""
+
+    def padded(model: torch.nn.Module, tensor: torch.Tensor) -> None:
+        fused = model.get_parameter("fused").data
+        fused[:3].copy_(tensor[8:11])
+        fused[3:].fill_(0)
+
+    assert faults((stored(11, 4), padded), *WHOLE[2:], ranks=2) == []
+    (fault,) = faults((stored(17, 4), padded), *WHOLE[2:], ranks=2)
+    assert (fault.kind, fault.expected) == ("narrowed", "64 elements")
+
+
 def test_absent_values_do_not_differ() -> None:
     """Tensors without values compare as equal, as vLLM expects of the input scales of w1 and w3."""
 

@@ -55,11 +55,14 @@ class _Source:
     `read` maps each region that was read to its number of bytes. `casts` contains a pair of dtypes
     (before, after) for each conversion of the values. `targets` contains the storages that the
     values were copied to. If a copy repeated the values to fill a larger part of a parameter,
-    `stretched` contains the shape of the values and the shape of the filled part.
+    `stretched` contains the shape of the values and the shape of the filled part. `padding` is the
+    number of elements that the loader set to a constant in the rest of the parameter, as in the
+    padded vocabulary of the last ranks (VocabParallelEmbedding.weight_loader).
     """
 
     tensor: torch.Tensor
     stretched: tuple[list[int], list[int]] | None = None
+    padding: int = 0
     read: dict[Region, int] = field(default_factory=dict)
     casts: dict[tuple[torch.dtype, torch.dtype], None] = field(default_factory=dict)
     targets: dict[int, None] = field(default_factory=dict)
@@ -71,7 +74,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `.item()` returns a placeholder: False for a comparison that looks for a difference (`ne`, `gt`,
     `lt`), True for any other comparison, and 1 for a number. The model is loaded as one of `ranks`
     tensor parallel ranks. All ranks together must read every stored tensor completely, and each
-    rank is assumed to read the same number of elements.
+    rank is assumed to read the same number of elements, including its padding.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -126,6 +129,9 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_copy(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
         """Record that `target` got the values of `source`, or a constant if `source` is None."""
         written = self._written.setdefault(_storage(target), _Written())
+        if source is None and _region(target) not in written.regions:
+            for name in written.sources:
+                self._sources[name].padding += target.numel()
         written.regions[_region(target)] = target.numel()
         if source is not None:
             for name in self._read(source):
@@ -207,7 +213,7 @@ def _region(tensor: torch.Tensor) -> Region:
 def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterator[Miscopy]:
     fault, tensor = partial(Miscopy, where=name, layer=layer), source.tensor
     shape = list(tensor.shape)
-    read = ranks * sum(source.read.values()) // tensor.element_size()
+    read = ranks * (sum(source.read.values()) // tensor.element_size() + source.padding)
     if name.endswith(_DROPPED_SUFFIXES):
         return
     if tensor.numel() and not source.read:
