@@ -186,6 +186,7 @@ def facts(wheel: Wheel) -> Entry:
         "compressed_tensors": required[1],
         "schemes": selected_classes(wheel, used_schemes(), minimums(wheel)),
         "asymmetric_widths": asymmetric_widths(wheel),
+        "humming_heads": humming_heads(wheel),
         "methods": methods(wheel),
     }
 
@@ -241,6 +242,13 @@ def asymmetric_widths(wheel: Wheel) -> list[int]:
     widths = assigned(body, "WNA16_ZP_SUPPORTED_TYPES_MAP")
     assert isinstance(widths, ast.Dict)
     return [ast.literal_eval(key) for key in widths.keys if key is not None]
+
+
+def humming_heads(wheel: Wheel) -> bool:
+    """Return True if an output head has all attributes that Humming reads of linear layers."""
+    attributes = ("output_partition_sizes", "has_bias", "params_dtype")
+    head = wheel.text("vllm/model_executor/layers/vocab_parallel_embedding.py")
+    return all(f"self.{attribute} = " in head for attribute in attributes)
 
 
 def methods(wheel: Wheel) -> list[str]:

@@ -14,7 +14,10 @@ from vexport.architectures.versions import facts_of, known_versions
 from vexport.checks import NAMES, NUMBERS, check_checkpoint
 from vexport.checks.vllm.quant_methods import METHODS, UNCHECKED_METHODS
 from vexport.checks.vllm.view import Target
+from vexport.names import Folder
+from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import Json
+from vexport.scenario import Rule
 from vexport.version import PINNED, Version, short_version
 
 
@@ -91,6 +94,37 @@ def test_zero_points_need_another_version(good: Good, tmp_path: Path) -> None:
     place = f"{changed / 'config.json'}: quantization_config.config_groups.group_0"
     assert (finding.rule, finding.where) == ("versions/zero-points", place)
     assert finding.facts["version"] == "0.30"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sm", "severities"),
+    [
+        ("FP8_DYNAMIC", (), ["warning"]),
+        ("FP8_DYNAMIC", (80,), ["error"]),
+        ("FP8_DYNAMIC", (80, 90), ["error"]),
+        ("FP8_DYNAMIC", (89, 90), []),
+        ("W4A16", (), []),
+        ("W4A16_CHANNEL", (80,), []),
+        ("W3A16", (), ["error"]),
+        ("NVFP4A16", (80,), []),
+    ],
+)
+def test_quantized_heads_that_run_with_humming(
+    llama: Path, tmp_path: Path, scheme: str, sm: tuple[int, ...], severities: list[str]
+) -> None:
+    out = tmp_path / "out"
+    rules = (Rule(match="lm_head", scheme=scheme), Rule(match="Linear", scheme="keep"))
+    quantize_source(QuantizeJob(source=Folder.at(llama), out=out, rules=rules))
+    of_version = {
+        version: [
+            finding
+            for finding in check_checkpoint(str(out), Target(vllm=version, sm=sm)).findings
+            if finding.check == "versions"
+        ]
+        for version in known_versions()
+    }
+    assert [finding.severity for finding in of_version.pop((0, 30))] == severities
+    assert [*of_version.values()] == [[]] * len(of_version)
 
 
 # Configs as the producers write them, shortened.

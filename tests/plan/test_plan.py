@@ -9,7 +9,7 @@ import pytest
 
 from tests.architectures.families import save_family
 from tests.command import vexport
-from tests.models import Good, save_llama
+from tests.models import Good, save_llama, save_qwen3
 from tests.texts import assert_contains
 from vexport.architectures.fusion import FusedLayer
 from vexport.checkpoint.index import read_index
@@ -44,6 +44,15 @@ def test_first_matching_rule_wins(llama: Path) -> None:
     assert len(plan.refusals) == 3
     assert plan.refusals[0].where == "model.layers.0.self_attn.qkv_proj"
     assert "q_proj, k_proj, v_proj" in plan.refusals[0].fix
+
+
+@pytest.mark.parametrize("match", ["lm_head", "language_model.lm_head", "re:.*lm_head$"])
+def test_rule_for_a_tied_head(tmp_path: Path, match: str) -> None:
+    model = save_qwen3(tmp_path / "tied")
+    with pytest.raises(InputError) as raised:
+        plan_of(model, (match, "W4A16"), ("Linear", "FP8"))
+    assert raised.value.rule == "rules/tied-head"
+    assert plan_of(model, ("lm_head", "keep"), ("Linear", "FP8")).refusals == ()
 
 
 def test_unsupported_shape_names_layer_and_rule(

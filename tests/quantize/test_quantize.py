@@ -9,8 +9,13 @@ from compressed_tensors.quantization import QuantizationConfig, preset_name_to_s
 from safetensors.torch import load_file
 
 from tests.command import vexport
-from tests.models import Good, quantize, save_llama
+from tests.models import Good, quantize, save_llama, save_qwen3
+from tests.mutations.edits import copy_prefix
 from vexport.checkpoint.index import read_index
+from vexport.checks import check_checkpoint
+from vexport.names import Folder
+from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.scenario import Rule
 
 SCHEMES = ("NVFP4", "NVFP4A16", "FP8", "FP8_DYNAMIC", "W8A8", "W4A16")
 
@@ -96,3 +101,17 @@ def test_importance_changes_weights(llama: Path, calibration: Path, tmp_path: Pa
         out = quantize(llama, tmp_path / observer, "W4A16", *options)
         written.add((out / "model.safetensors").read_bytes())
     assert len(written) == 2
+
+
+def test_quantized_head_unties_the_config(tmp_path: Path) -> None:
+    source = save_qwen3(tmp_path / "tied")
+    copy_prefix("model.embed_tokens.weight", "lm_head.weight")(source)
+    tied = {}
+    for name, scheme in (("kept", "keep"), ("quantized", "W4A16")):
+        rules = (Rule(match="lm_head", scheme=scheme), Rule(match="Linear", scheme="FP8_DYNAMIC"))
+        out = tmp_path / name
+        quantize_source(QuantizeJob(source=Folder.at(source), out=out, rules=rules))
+        tied[name] = json.loads((out / "config.json").read_text())["tie_word_embeddings"]
+        found = check_checkpoint(str(out)).findings
+        assert [finding.rule for finding in found if finding.check == "completeness"] == []
+    assert tied == {"kept": True, "quantized": False}

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vexport.architectures.fusion import HEADS, is_head
 from vexport.architectures.linears import Place
 from vexport.errors import InputError, raise_all
 from vexport.formats.plan import FusionGroup, Plan, Treatment
@@ -151,8 +152,10 @@ def matches(pattern: str, name: str) -> bool:
 def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) -> None:
     """Raise InputErrors for rules that match no layer.
 
-    Rules from a recipe's `ignore`, and rules that keep `OPTIONAL_LAYERS`, may match no layer.
+    Rules from a recipe's `ignore`, and rules that keep `OPTIONAL_LAYERS`, may match no layer. If a
+    rule matches an output head, the error says that the model has none of its own.
     """
+    lacks_head = not any(map(is_head, names))
     required_rules = [
         rule
         for rule in rules
@@ -161,11 +164,19 @@ def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) 
     ]
     raise_all(
         [
-            InputError.of(book.NO_LAYER, f"rule {rule.match!r}")
+            InputError.of(
+                book.TIED_HEAD if lacks_head and _matches_head(rule.match) else book.NO_LAYER,
+                f"rule {rule.match!r}",
+            )
             for rule in required_rules
             if not any(matches(rule.match, name) for name in names)
         ]
     )
+
+
+def _matches_head(pattern: str) -> bool:
+    """Return True if a rule's pattern is an output head's name, or matches one."""
+    return is_head(pattern) or any(matches(pattern, f"language_model.{head}") for head in HEADS)
 
 
 def smoothing_strength(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vexport.architectures.fusion import is_head
 from vexport.checkpoint.chat_template import copy_named_templates, named_template_files
 from vexport.checkpoint.index import INDEX_NAME, SourceIndex, headers_digest, require_unchanged
 from vexport.checkpoint.smoothed import SMOOTHING, write_smoothing
@@ -223,11 +224,25 @@ def finish(
 
 
 def write_config(index: SourceIndex, plan: Plan, folder: Path) -> None:
-    """Write config.json: the source's config with the quantization config that vLLM reads."""
-    config: dict[str, Json] = dict(index.config)
+    """Write config.json: the source's config with the quantization config that vLLM reads.
+
+    A quantized output head differs from the embeddings. The config therefore no longer ties them.
+    """
+    has_head = any(is_head(group.name) for group in plan.groups)
+    config = _untied(index.config) if has_head else dict(index.config)
     if plan.groups or plan.attention:
         config["quantization_config"] = quantization_config(plan)
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def _untied(config: Mapping[str, Json]) -> dict[str, Json]:
+    """Return a config, and the configs in it, without tied embeddings."""
+    changed = {
+        key: _untied(part) if isinstance(part, dict) else part for key, part in config.items()
+    }
+    if changed.get("tie_word_embeddings") is True:
+        changed["tie_word_embeddings"] = False
+    return changed
 
 
 def _copy_side_files(index: SourceIndex, folder: Path) -> None:

@@ -20,6 +20,13 @@ NO_LAYER = Rule(
     got="no matching layer in this model",
     do="give the name of a linear layer, its last parts, re:REGEX or Linear, or remove the rule",
 )
+TIED_HEAD = Rule(
+    "rules/tied-head",
+    got="a model without an output head of its own: vLLM and transformers use the embeddings",
+    need="a stored output head to quantize",
+    do="remove the rule, or store a copy of the embeddings as the head, with "
+    "tie_word_embeddings: false in config.json (`vexport explain lm_head`)",
+)
 PATTERN = Rule("rules/pattern", got="{found}", need="{need}", do="correct the pattern")
 UNTRUSTED_OBSERVER = Rule(
     "rules/untrusted-observer",
