@@ -213,7 +213,9 @@ def produced(made: VexportError | Finding, package: str) -> Produced:
 
 
 def parts_of(text: Produced) -> tuple[str, ...]:
-    return tuple(getattr(text, field.name) for field in fields(text))
+    """Return the fields as xdist sends them: halves of surrogate pairs are escaped."""
+    parts: Iterable[str] = (getattr(text, field.name) for field in fields(text))
+    return tuple(part.encode("utf-8", "backslashreplace").decode() for part in parts)
 
 
 def texts_of(produced: Iterable[Produced]) -> Texts:
