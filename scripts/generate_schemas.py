@@ -25,6 +25,7 @@ from vexport.records import (
     SchemeTable,
     Verdict,
 )
+from vexport.records.serving import StartupLog
 from vexport.reports.run_record import Report
 from vexport.scenario import Scenario
 
@@ -45,6 +46,7 @@ KINDS: dict[str, tuple[str, Any]] = {
     "verdict": ("vexport eval and verdict --format json", Verdict),
     "repair": ("vexport repair --format json", RepairReport),
     "dry-load": ("vexport load --dry --format json", list[DryLoadReport]),
+    "startup-log": ("vexport load --log --format json", StartupLog),
 }
 # The schema of a scenario's file, for editors.
 SCENARIO = PACKAGE / "scenario" / "scenario.schema.json"

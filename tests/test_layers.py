@@ -17,7 +17,7 @@ LAYERS = (
     {"errors"},
     {"__init__", "records"},
     {"files", "names", "bus_errors", "architectures", "numerics"},
-    {"checkpoint", "outputs", "formats", "observers", "config_files", "foreign"},
+    {"serving", "checkpoint", "outputs", "formats", "observers", "config_files", "foreign"},
     {"scenario", "calibration"},
     {"plan", "checks"},
     {"quantize", "fidelity", "engine"},

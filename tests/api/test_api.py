@@ -102,6 +102,7 @@ def test_import_is_light() -> None:
         "history",
         "load_all",
         "plan_schemes",
+        "startup_log",
     }
     with pytest.raises(AttributeError, match="quantise"):
         vexport.api.quantise  # noqa: B018
@@ -141,6 +142,8 @@ def test_functions_have_arguments_of_commands() -> None:
             known |= {name for each in types for name in signature(each).parameters}
             if command.name == "plan":  # a GPU changes what is shown, or the table of schemes
                 known |= signature(vexport.api.plan_schemes).parameters.keys() | {"sm"}
+            if command.name == "load":  # with --log
+                known |= signature(vexport.api.startup_log).parameters.keys()
             if command.name == "compare":  # with --serve
                 variants = signature(vexport.api.compare_variants).parameters
                 known |= {*variants, *signature(Evaluate).parameters}

@@ -4,9 +4,11 @@ A load from headers needs only the packages that `check` needs. Therefore the mo
 are imported when they are used.
 """
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from vexport.api.common import ModelName, Name, OnProblem, parsed, source_ref
 from vexport.api.engine import Engine
@@ -15,7 +17,7 @@ from vexport.checkpoint.source import require_source, resolve_source
 from vexport.checks import error_findings
 from vexport.engine.arguments import require_layers
 from vexport.engine.dry.load import dry_load_checkpoints
-from vexport.errors import VexportError
+from vexport.errors import VexportError, convert_os_error
 from vexport.errors.extras import attempt, raise_problems
 from vexport.formats.gpus import Names, cards, parse_capabilities, parse_sizes
 from vexport.names import SourceRef
@@ -27,6 +29,8 @@ from vexport.records import (
     OnProgress,
     silent,
 )
+from vexport.records.serving import StartupLog
+from vexport.serving.startup_log import read_startup_log
 
 
 def load(
@@ -147,6 +151,21 @@ def load_all(
             raise problem
         on_problem(problem)
     return reports
+
+
+def startup_log(log: Name | BinaryIO, name: str = "") -> StartupLog:
+    """Return what the start-up log of `vllm serve` states, as `vexport load --log` does.
+
+    `log` is a file or a binary stream. `name` is the stream's name in reports.
+    """
+    if isinstance(log, str | os.PathLike):
+        path = Path(log)
+        try:
+            with path.open("rb") as stream:
+                return read_startup_log(stream, name or str(log))
+        except OSError as error:
+            raise convert_os_error(error) from None
+    return read_startup_log(log, name or "log")
 
 
 def _unread_dry(name: str, findings: tuple[Finding, ...]) -> DryLoadReport:

@@ -1,5 +1,6 @@
 """The command `load`: load checkpoints in a real engine, or test loading with headers only."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -26,13 +27,21 @@ from vexport.records import EngineMode
 
 if TYPE_CHECKING:
     from vexport.formats.gpus import Card
+    from vexport.records.serving import StartupLog
 
 Mode = Literal["eager", "default", "both"]
 
 
 @command()
-@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, type=parse_source)
+@click.argument("checkpoints", metavar="[CHECKPOINT...]", nargs=-1, type=parse_source)
 @option("--dry", "Only test loading, from headers: no weights, no GPU.", heading="vLLM", flag=True)
+@option(
+    "--log",
+    "Report what the start-up log of `vllm serve` states: a file, or - for the standard input.",
+    PATH,
+    "FILE|-",
+    heading="vLLM",
+)
 @device_options
 @gpu_option
 @speculative_option
@@ -66,6 +75,7 @@ Mode = Literal["eager", "default", "both"]
 def load(
     checkpoints: tuple[SourceRef, ...],
     dry: bool,
+    log: Path | None,
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,
     cards: tuple["Card", ...] | None,
@@ -91,16 +101,26 @@ def load(
     or cuts, the kernel of each layer, and the memory of each rank. Without --sm, the results are
     for SM 80, 89, 90 and 100, and each --tp must load on at least one of them.
 
+    With --log, no engine starts. The output has the version, the arguments, the selected kernels
+    and the warnings in the start-up log of a server, with the lines of the log.
+
     \b
     Examples:
       vexport load OUT
+      docker logs SERVER 2>&1 | vexport load --log -
       vexport load OUT --dry --tp 1,2,4,8 --sm 80,90,100
       vexport load OUT SOURCE --dry --gpu H100,L40S
       vexport load OUT --mode both --vllm-python old/bin/python --vllm-python new/bin/python
     """
     from vexport import api
-    from vexport.reports import render_loads
+    from vexport.reports import render_loads, render_startup_log
 
+    if log is not None:
+        _require_log_alone(checkpoints, dry)
+        print_text(render_startup_log(_read_log(log), output.format_, width=text_width()))
+        return
+    if not checkpoints:
+        raise click.UsageError("Missing argument 'CHECKPOINT...'.")
     _require_consistent(dry, mode, session)
     _require_run_dir(dry, run_dir, overwrite)
     sizes = tp if tp and given("tp") and not dry else (None,)
@@ -133,6 +153,21 @@ def load(
         click.echo(f"report: {page}", err=output.format_ != "text")
     raise_problems(problems)
     require_loaded(reports)
+
+
+def _read_log(log: Path) -> "StartupLog":
+    from vexport.api.loading import startup_log
+
+    if str(log) == "-":
+        return startup_log(sys.stdin.buffer, "standard input")
+    return startup_log(log)
+
+
+def _require_log_alone(checkpoints: tuple[SourceRef, ...], dry: bool) -> None:
+    if checkpoints or dry:
+        raise click.UsageError(
+            "--log reports what a log states. It takes no CHECKPOINT and no --dry."
+        )
 
 
 def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:

@@ -24,6 +24,7 @@ from vexport.reports.renderers import markdown, text
 
 if TYPE_CHECKING:
     from vexport.records import ComparedRun, History, Verdict
+    from vexport.records.serving import StartupLog
     from vexport.reports.run_record import Report
 
 
@@ -170,6 +171,13 @@ def render_loads(
         lambda: _annotations("load", reports),
         width=width,
     )
+
+
+def render_startup_log(log: "StartupLog", format: str, *, width: int = text.WIDTH) -> str:
+    """Return the statements of a start-up log as text, JSON, Markdown or HTML."""
+    from vexport.reports.serving import startup_log_document
+
+    return _rendered(log, format, lambda: [startup_log_document(log)], width=width)
 
 
 def render_comparison(runs: "Sequence[ComparedRun]", format: str) -> str:

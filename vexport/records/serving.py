@@ -1,0 +1,64 @@
+"""Statements in the start-up log of `vllm serve`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import JsonValue
+
+SelectionKind = Literal["kernel", "attention", "experts"]
+RemarkKind = Literal["disabled", "requantized", "scales"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stated:
+    """A value that the log states, and the number of the first line with it."""
+
+    value: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """A kernel or backend (`choice`) that vLLM selected for a kind of layer (`subject`)."""
+
+    kind: SelectionKind
+    subject: str
+    choice: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remark:
+    """A message about something that vLLM disabled or requantized by itself, or about scales."""
+
+    kind: RemarkKind
+    text: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartupLog:
+    """Statements of a start-up log. A value that the log does not state is None.
+
+    `arguments` are the arguments that differ from vLLM's defaults. The maximum concurrency is the
+    number of sequences of the maximum length that fit into the KV cache.
+    """
+
+    schema: Literal["vexport.startup-log/1"] = "vexport.startup-log/1"
+    log: str
+    lines: int
+    version: Stated | None = None
+    model: Stated | None = None
+    architecture: Stated | None = None
+    device: Stated | None = None
+    tensor_parallel_size: Stated | None = None
+    method: Stated | None = None
+    dtype: Stated | None = None
+    kv_cache_dtype: Stated | None = None
+    max_model_len: Stated | None = None
+    cache_tokens: Stated | None = None
+    max_concurrency: Stated | None = None
+    arguments: Mapping[str, JsonValue] = field(default_factory=dict)
+    selections: tuple[Selection, ...] = ()
+    remarks: tuple[Remark, ...] = ()

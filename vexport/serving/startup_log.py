@@ -1,0 +1,255 @@
+"""Read the start-up log of `vllm serve`, line by line.
+
+vLLM writes `LEVEL DATE TIME [module.py:123] message`. Whatever stands in front (a rank, a
+container's timestamp, colours) is ignored, because the message follows the module. If a line is a
+JSON object, the message is a value of the object.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from pydantic import JsonValue
+
+from vexport.errors import InputError, visible
+from vexport.records.serving import (
+    Remark,
+    RemarkKind,
+    Selection,
+    SelectionKind,
+    StartupLog,
+    Stated,
+)
+from vexport.rules import serving as rules
+from vexport.words import clip
+
+MOST_MEGABYTES = 64
+# A longer line is cut. The configuration of an engine takes some 10 kB.
+_LONGEST_LINE = 1 << 20
+_LONGEST_REMARK = 300
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_PLACE = re.compile(r"\[[\w./-]+\.py:\d+\] ?")
+_WARNING = re.compile(r"\bWARN(?:ING)?\b")
+# Keys of the message in JSON lines: of python-json-logger, structlog, loguru, and Docker.
+_MESSAGE_KEYS = ("message", "msg", "event", "log", "text")
+_LEVEL_KEYS = ("levelname", "level", "severity")
+# Source: v1/engine/core.py. The configuration is `VllmConfig.__str__` in config/vllm.py.
+_ENGINE = re.compile(
+    r"Initializing a V1 LLM engine \(v(?P<version>[^)]*)\) with config: (?P<config>.*)"
+)
+# Sources: entrypoints/common/startup.py, config/model.py, v1/core/kv_cache_utils.py.
+_ARGUMENTS = re.compile(r"non-default args: (?P<arguments>\{.*\})")
+_STATED = {
+    "version": re.compile(r"vLLM (?:API )?server version (?P<value>[^\s,]+)"),
+    "architecture": re.compile(r"Resolved architecture: (?P<value>\w+)"),
+    "max_model_len": re.compile(r"Using max model len (?P<value>\d+)"),
+    "cache_tokens": re.compile(r"KV cache size: (?P<value>[\d,]+) tokens"),
+    "max_concurrency": re.compile(
+        r"Maximum concurrency for [\d,]+ tokens per request: (?P<value>[\d.]+)x"
+    ),
+}
+# vLLM's name of a value in the engine's configuration, and the name of the field.
+_OF_CONFIG = {
+    "model": "model",
+    "dtype": "dtype",
+    "max_seq_len": "max_model_len",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "quantization": "method",
+    "kv_cache_dtype": "kv_cache_dtype",
+    "device_config": "device",
+}
+# vLLM names a kernel by its class. Sources: kernels/linear/__init__.py, the quantization methods,
+# fused_moe/oracle, platforms/cuda.py and v1/attention/backends/mla/prefill/selector.py.
+_SELECTIONS: tuple[tuple[SelectionKind, re.Pattern[str]], ...] = (
+    (
+        "experts",
+        re.compile(r"Using '?(?P<choice>[\w ]+?)'? (?P<subject>(?:\w+ )?MoE(?: LoRA)? backend)\b"),
+    ),
+    ("experts", re.compile(r"Using (?P<choice>\w+) for (?P<subject>[\w ]*MoE)\b")),
+    (
+        "kernel",
+        re.compile(
+            r"(?:Selected|Using) (?P<choice>\w*Kernel) for (?P<subject>[\w.-]+(?: [\w-]+)*)"
+        ),
+    ),
+    (
+        "attention",
+        re.compile(
+            r"(?:Using|Overriding with) (?:AttentionBackendEnum\.)?(?P<choice>[A-Z][A-Z0-9_]+) "
+            r"(?P<subject>(?:attention |MLA prefill )?backend)\b"
+        ),
+    ),
+)
+_REMARKS: tuple[tuple[RemarkKind, re.Pattern[str]], ...] = (
+    ("requantized", re.compile(r"\brequantiz", re.IGNORECASE)),
+    ("scales", re.compile(r"\b(?:\w*_)?scal(?:e|es|ing)\b")),
+    ("disabled", re.compile(r"\bdisabl(?:ed|ing)\b|\bfall(?:ing|s)? back\b", re.IGNORECASE)),
+)
+_SECRET = re.compile(r"key|token$|password|secret")
+_OPENING, _CLOSING, _QUOTES = "([{<", ")]}>", "'\""
+
+
+@dataclass(slots=True)
+class _Found:
+    """Statements that were found so far. The first statement of a value counts."""
+
+    lines: int = 0
+    is_vllm: bool = False
+    stated: dict[str, Stated] = field(default_factory=dict)
+    arguments: dict[str, JsonValue] = field(default_factory=dict)
+    selections: dict[tuple[str, str, str], Selection] = field(default_factory=dict)
+    remarks: dict[str, Remark] = field(default_factory=dict)
+
+    def add(self, message: str, *, is_warning: bool) -> None:
+        if engine := _ENGINE.search(message):
+            self._state("version", engine["version"])
+            for name, value in top_level(engine["config"], "="):
+                if name in _OF_CONFIG:
+                    self.stated[_OF_CONFIG[name]] = Stated(value=_unquoted(value), line=self.lines)
+        elif arguments := _ARGUMENTS.search(message):
+            self.arguments = self.arguments or _arguments(arguments["arguments"])
+        else:
+            for name, pattern in _STATED.items():
+                if match := pattern.search(message):
+                    self._state(name, match["value"].replace(",", ""))
+            self._select(message)
+            if is_warning:
+                self._remark(message)
+
+    def _state(self, name: str, value: str) -> None:
+        self.stated.setdefault(name, Stated(value=value, line=self.lines))
+
+    def _select(self, message: str) -> None:
+        for kind, pattern in _SELECTIONS:
+            if match := pattern.search(message):
+                subject, choice = match["subject"], match["choice"]
+                selection = Selection(kind=kind, subject=subject, choice=choice, line=self.lines)
+                self.selections.setdefault((kind, subject, choice), selection)
+                return
+
+    def _remark(self, message: str) -> None:
+        for kind, pattern in _REMARKS:
+            if pattern.search(message):
+                text = clip(visible(message), _LONGEST_REMARK)
+                self.remarks.setdefault(text, Remark(kind=kind, text=text, line=self.lines))
+                return
+
+
+def read_startup_log(stream: BinaryIO, name: str) -> StartupLog:
+    """Return the statements of a log. `name` is the log's name in reports and errors.
+
+    Raises InputError if no line is vLLM's, or if the log is larger than MOST_MEGABYTES.
+    """
+    found = _Found()
+    for line in _lines(stream, name):
+        found.lines += 1
+        text = _COLOUR.sub("", line.decode(errors="replace")).rstrip("\r\n")
+        message, is_warning, is_vllm = _message(text)
+        found.is_vllm |= is_vllm
+        found.add(message, is_warning=is_warning)
+    if not found.is_vllm and not found.stated:
+        raise InputError.of(rules.NO_LOG, name)
+    return StartupLog(
+        log=name,
+        lines=found.lines,
+        version=found.stated.get("version"),
+        model=found.stated.get("model"),
+        architecture=found.stated.get("architecture"),
+        device=found.stated.get("device"),
+        tensor_parallel_size=found.stated.get("tensor_parallel_size"),
+        method=found.stated.get("method"),
+        dtype=found.stated.get("dtype"),
+        kv_cache_dtype=found.stated.get("kv_cache_dtype"),
+        max_model_len=found.stated.get("max_model_len"),
+        cache_tokens=found.stated.get("cache_tokens"),
+        max_concurrency=found.stated.get("max_concurrency"),
+        arguments=found.arguments,
+        selections=tuple(found.selections.values()),
+        remarks=tuple(found.remarks.values()),
+    )
+
+
+def _lines(stream: BinaryIO, name: str) -> Iterator[bytes]:
+    """Yield the lines. Only one line is in memory, and a long line is cut."""
+    size, is_rest = 0, False
+    while part := stream.readline(_LONGEST_LINE):
+        size += len(part)
+        if size > MOST_MEGABYTES * 10**6:
+            raise InputError.of(rules.TOO_LARGE, name, most=MOST_MEGABYTES)
+        if not is_rest:
+            yield part
+        is_rest = not part.endswith(b"\n")
+
+
+def _message(text: str) -> tuple[str, bool, bool]:
+    """Return the message of a line, whether it is a warning, and whether it is vLLM's for sure."""
+    begin = text.find("{")
+    if begin >= 0 and text.endswith("}") and not _PLACE.search(text[:begin]):
+        try:
+            content = json.loads(text[begin:])
+        except (ValueError, RecursionError):
+            content = None
+        if isinstance(content, dict):
+            return _json_message(content)
+    place = _PLACE.search(text)
+    if place is None:
+        return text, bool(_WARNING.search(text)), False
+    return text[place.end() :], bool(_WARNING.search(text[: place.start()])), True
+
+
+def _json_message(content: dict[str, object]) -> tuple[str, bool, bool]:
+    inner = next((content[key] for key in _MESSAGE_KEYS if isinstance(content.get(key), str)), "")
+    message, is_warning, is_vllm = _message(str(inner).strip())
+    levels = " ".join(str(content.get(key, "")).upper() for key in _LEVEL_KEYS)
+    return message, is_warning or bool(_WARNING.search(levels)), is_vllm
+
+
+def top_level(text: str, sign: str) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of `name=value, name=value`, without those inside brackets."""
+    for part in _split(text):
+        name, found, value = part.partition(sign)
+        if found:
+            yield name.strip(), value.strip()
+
+
+def _split(text: str) -> Iterable[str]:
+    """Yield the parts of a text between commas. Commas in brackets and quotes do not count."""
+    depth, quote, begin = 0, "", 0
+    for position, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in _QUOTES:
+            quote = letter
+        elif letter in _OPENING:
+            depth += 1
+        elif letter in _CLOSING:
+            depth -= 1
+        elif letter == "," and depth == 0:
+            yield text[begin:position]
+            begin = position + 1
+    yield text[begin:]
+
+
+def _unquoted(value: str) -> str:
+    return value.strip("'\"").removeprefix("torch.")
+
+
+def _arguments(text: str) -> dict[str, JsonValue]:
+    """Return the arguments in Python's text of a dict. A value that is no literal stays text.
+
+    Keys and passwords are masked. vLLM masks only some of them.
+    """
+    pairs = ((_unquoted(name), value) for name, value in top_level(text[1:-1], ":"))
+    return {name: "***" if _SECRET.search(name) else _literal(value) for name, value in pairs}
+
+
+def _literal(text: str) -> JsonValue:
+    try:
+        value: object = ast.literal_eval(text)
+        plain: JsonValue = json.loads(json.dumps(value))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return plain
