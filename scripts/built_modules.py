@@ -310,7 +310,7 @@ def build(folder: Path) -> Built:
 
     CompressedTensorsConfig.get_quant_method = record_call
     set_capability(CAPABILITY)
-    config = configure(folder, tp=1, trust_remote_code=False)
+    config = configure(folder, {}, tp=1, trust_remote_code=False)
     with set_current_vllm_config(config):
         join_group(1, 0)
         with (

@@ -153,7 +153,7 @@ def _built(config: PretrainedConfig, name: str) -> tuple[Base, AskedNames]:
     config.architectures = [name]
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        engine = configure(Path(folder), tp=1, trust_remote_code=False)
+        engine = configure(Path(folder), {}, tp=1, trust_remote_code=False)
     asked = engine.quant_config = AskedNames.from_config(QUANTIZATION)
     asked.layers = {}
     with set_current_vllm_config(engine):

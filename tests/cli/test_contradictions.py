@@ -39,6 +39,16 @@ def test_options_against_scenario_are_refused(llama: Path, tmp_path: Path) -> No
     assert "--run-dir needs a SCENARIO" in ran.errors[0]
 
 
+@pytest.mark.parametrize(
+    "argument",
+    ["tensor_parallel_size=2", "pipeline_parallel_size=2", 'quantization_config={"a": "b"}'],
+)
+def test_arguments_without_a_meaning_in_a_dry_load(argument: str, llama: Path) -> None:
+    ran = vexport("load", llama, "--dry", "--engine-arg", argument)
+    assert ran.code == 2
+    assert "cannot be used with --dry" in ran.errors[0]
+
+
 @pytest.mark.parametrize("name", ["fp8-dynamic", "Fp8_Dynamic", "FP8DYNAMIC", "fp8 dynamic"])
 def test_scheme_spellings(name: str, llama: Path, tmp_path: Path) -> None:
     planned = json.loads(vexport("plan", llama, "--scheme", name, "--format", "json").stdout)

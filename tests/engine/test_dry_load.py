@@ -173,6 +173,33 @@ def test_kernels_match_vllms_rules(loads_by_scheme: Mapping[str, DryLoadReport])
     ]
 
 
+def test_kernels_without_a_toolkit(good: Good) -> None:
+    """vLLM leaves out FlashInfer's kernels. The report shows only the rows that change."""
+    block, w4a16 = DryLoad(
+        checkpoints=[good("FP8_BLOCK"), good("W4A16")], sm=(80, 90), toolkits=(True, False)
+    ).reports()
+    assert kernels(block, 90) == {
+        ("loads", "W8A8", "FlashInferFp8DeepGEMMDynamicBlockScaledKernel")
+    }
+    without = {tuple(cell.kernel for cell in row.cells) for row in block.without_toolkit}
+    assert without == {("HummingFP8ScaledMMLinearKernel", "DeepGemmFp8BlockScaledMMKernel")}
+    assert len(block.cells) == 2
+    assert block.ok
+    assert not w4a16.without_toolkit
+
+
+def test_arguments_choose_kernels(good: Good) -> None:
+    (report,) = DryLoad(
+        checkpoints=[good("FP8_BLOCK")],
+        arguments={
+            "linear_backend": "triton",
+            "pipeline_parallel_size": 2,
+            "distributed_executor_backend": "uni",
+        },
+    ).reports()
+    assert kernels(report, 90) == {("loads", "W8A8", "TritonFp8BlockScaledMMKernel")}
+
+
 def test_sound_checkpoints_load(reports: Mapping[str, DryLoadReport]) -> None:
     for name in reports.keys() - FAULTS.keys():
         report = reports[name]

@@ -50,7 +50,8 @@ def load(
     """Load a checkpoint in vLLM, as `vexport load` does.
 
     With `dry`, the checkpoint is loaded from headers alone, for the devices in `tp`, `sm` and
-    `gpu`, which accept the same values as in `check`. A real load uses the tensor parallel size of
+    `gpu`, which accept the same values as in `check`. vLLM gets the arguments in `engine.serve`,
+    except the number of ranks, which is `tp`. A real load uses the tensor parallel size of
     `engine.serve`. Its results are kept only if `run_dir` names a run directory. `gpu` contains GPU
     names such as "H100". Their memory is compared with the model's needs. With `speculative`
     (METHOD or METHOD=FOLDER), the drafter is loaded next to the model.
@@ -128,7 +129,7 @@ def load_all(
                 gpus=gpus,
                 speculative=speculative,
                 trust_remote_code=engines[0].trust_remote_code,
-                timeout=engines[0].serve.timeout,
+                serve=engines[0].serve,
                 on_progress=on_progress,
             ),
             *(_unread_dry(name, findings) for name, findings in unread.items()),

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from vexport.records.serving import StartupLog
 
 Mode = Literal["eager", "default", "both"]
+# Arguments of vLLM without a meaning in a dry load, and the reasons.
+_NOT_DRY = {
+    "tensor_parallel_size": "use --tp for the number of ranks",
+    "pipeline_parallel_size": "it loads all layers on each rank",
+    "quantization_config": "vLLM quantizes when it reads values, which --dry does not",
+}
 
 
 @command()
@@ -176,12 +182,10 @@ def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
             raise click.UsageError(
                 f"{name} needs --dry. A real load uses the devices of this machine, without drafts."
             )
-    has_settings = session.max_model_len or session.engine_args or session.canaries is not None
-    if dry and (has_settings or mode != "eager"):
-        raise click.UsageError(
-            "--max-model-len, --engine-arg, --canaries and --mode need an engine, and --dry starts "
-            "none."
-        )
+    if dry and (session.canaries is not None or mode != "eager"):
+        raise click.UsageError("--canaries and --mode need an engine, and --dry starts none.")
+    for name in _NOT_DRY.keys() & session.engine_args.keys() if dry else ():
+        raise click.UsageError(f"--engine-arg {name} cannot be used with --dry: {_NOT_DRY[name]}.")
     if "enforce_eager" in session.engine_args:
         raise click.UsageError(
             "--engine-arg enforce_eager has the same meaning as --mode: use --mode."

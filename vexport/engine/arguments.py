@@ -30,17 +30,19 @@ _ALREADY_CHECKED = {"max_model_len", "enforce_eager"}
 """The `got` of an error for an argument that this vLLM does not have."""
 
 
-def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None:
+def require_arguments(
+    serves: Sequence[Serve], vllm_python: Path | None, *, dry: bool = False
+) -> None:
     """Check the engine arguments with vLLM.
 
-    `serves` are settings that differ in their number of devices.
+    `serves` are settings that differ in their number of devices. With `dry`, no devices are needed.
 
     Raises InputError for all arguments that this vLLM does not accept, and EnvironmentFault if the
     machine has too few GPUs or lacks Ray. vLLM is imported in a separate process, which takes some
     seconds, and only if there are arguments to check.
     """
     largest = max(serves, key=lambda serve: serve.devices)
-    (found,) = _problems_with([largest], vllm_python)
+    (found,) = _problems_with([largest], vllm_python, dry=dry)
     raise_found_problems(found)
 
 
@@ -58,11 +60,15 @@ def find_problems(
     ]
 
 
-def _problems_with(serves: Sequence[Serve], vllm_python: Path | None) -> list[list[InputProblem]]:
+def _problems_with(
+    serves: Sequence[Serve], vllm_python: Path | None, *, dry: bool = False
+) -> list[list[InputProblem]]:
     checked = [serve for serve in serves if serve.given.keys() - _ALREADY_CHECKED]
     if not checked:
         return [[] for _ in serves]
-    sets = tuple(ArgumentSet(arguments=serve.given, devices=serve.devices) for serve in checked)
+    sets = tuple(
+        ArgumentSet(arguments=serve.given, devices=0 if dry else serve.devices) for serve in checked
+    )
     with log_folder("vexport-arguments-") as folder:
         found = Worker(
             module="vexport.engine.arguments",
@@ -160,7 +166,8 @@ def _devices(request: ArgumentSet) -> Iterator[VexportError]:
                 interpreter=sys.executable,
             )
     elif (
-        current_platform.device_type != CPU
+        request.devices
+        and current_platform.device_type != CPU
         and (devices := int(current_platform.device_count())) < request.devices
     ):
         sizes = ("tensor_parallel_size", "pipeline_parallel_size")

@@ -158,18 +158,23 @@ class SessionResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A combination to try: tensor parallel size and compute capability (90 is SM 9.0)."""
+    """A combination to try: tensor parallel size and compute capability (90 is SM 9.0).
+
+    `toolkit` is True if the host has a CUDA toolkit (nvcc).
+    """
 
     tp: int
     sm: int
+    toolkit: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRequest:
     """Checkpoints and the cells to try for each. Each finished try writes a file to `folder`.
 
-    `speculative` is the method of speculative decoding, `METHOD` or `METHOD=FOLDER` of the draft
-    model. It is empty without speculative decoding. With `controlled`, each cell with an error is
+    `arguments` are the arguments of vLLM that the user set. `speculative` is the method of
+    speculative decoding, `METHOD` or `METHOD=FOLDER` of the draft model. It is empty without
+    speculative decoding. With `controlled`, each cell with an error is
     tried again with an unquantized model: the `source`, or a model that transformers makes (see
     `ControlKind`). The unquantized model is also tried in `plain_cells`, to find out whether it
     loads in any cell. A try ends after `try_seconds`.
@@ -178,6 +183,7 @@ class DryRequest:
     checkpoints: tuple[Path, ...]
     cells: tuple[Cell, ...]
     folder: Path
+    arguments: EngineArguments = field(default_factory=dict)
     trust_remote_code: bool = False
     speculative: str = ""
     controlled: bool = False
@@ -212,7 +218,9 @@ class DryTry:
     @property
     def file(self) -> Path:
         """Path of the file with the CellResult of this try."""
-        return self.request.folder / f"{self._name}-{self.cell.tp}-{self.cell.sm}-{self.rank}.json"
+        cell = self.cell
+        host = "" if cell.toolkit else "-no-toolkit"
+        return self.request.folder / f"{self._name}-{cell.tp}-{cell.sm}{host}-{self.rank}.json"
 
     def shared_result_file(self, signature: str) -> Path:
         """Return the file for the result of loading a checkpoint as a rank.

@@ -422,7 +422,8 @@ class DryLoadReport:
 
     `cells` has a cell of the whole checkpoint for each tp and sm. Each of the `rows` has the same
     cells for one kind of layer. There are no rows if no cell was loaded. `memory` has an entry for
-    each tp that was loaded. `rooms` has an entry for each GPU, tp and sequence length.
+    each tp that was loaded. `without_toolkit` has the rows that differ on a host without a CUDA
+    toolkit. `rooms` has an entry for each GPU, tp and sequence length.
     `vllm_python` is the Python interpreter, empty for the interpreter that runs vexport. `cuda` is
     True if the loaders are those of a CUDA build. `not_judged` lists faults that also occur with
     the unquantized model.
@@ -437,6 +438,7 @@ class DryLoadReport:
     cuda: bool = False
     cells: tuple[MatrixCell, ...]
     rows: tuple[MatrixRow, ...]
+    without_toolkit: tuple[MatrixRow, ...] = ()
     memory: tuple[RankMemory, ...] = ()
     rooms: tuple[GpuRoom, ...] = ()
     not_judged: tuple[NotJudged, ...] = ()

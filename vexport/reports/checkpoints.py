@@ -215,6 +215,9 @@ def device_parts(report: DryLoadReport) -> tuple[doc.Part, ...]:
     """
     return parts(
         [_matrix(report, sizes) for sizes in _equal_sizes(report)],
+        [_without_toolkit(report, sizes) for sizes in _equal_sizes(report)]
+        if report.without_toolkit
+        else [],
         _memory(report) if report.memory else None,
         _room_table(report.rooms) if report.rooms else None,
         muted(f"dry load: the model class and loaders of vLLM {report.vllm} read only headers"),
@@ -272,7 +275,8 @@ def _equal_sizes(report: DryLoadReport) -> list[list[int]]:
     """Return groups of tensor parallel sizes whose cells in the tables are equal."""
     alike: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for tp in dict.fromkeys(cell.tp for cell in report.cells):
-        rows = (report.cells, *(row.cells for row in report.rows))
+        kinds = (*report.rows, *report.without_toolkit)
+        rows = (report.cells, *(row.cells for row in kinds))
         texts = tuple(tuple(_cell(cell).text for cell in row if cell.tp == tp) for row in rows)
         alike.setdefault(texts, []).append(tp)
     return list(alike.values())
@@ -286,6 +290,14 @@ def _matrix(report: DryLoadReport, sizes: list[int]) -> doc.Section:
     capabilities = (f"SM {cell.sm}" for cell in whole)
     matrix = table(("Layers", "Stored", *capabilities), rows, stack=False)
     return doc.Section(f"tensor parallel {', '.join(map(str, sizes))}", (matrix,))
+
+
+def _without_toolkit(report: DryLoadReport, sizes: list[int]) -> doc.Section:
+    capabilities = (f"SM {cell.sm}" for cell in report.cells if cell.tp == sizes[0])
+    rows = _equal_rows(report.without_toolkit, sizes[0])
+    matrix = table(("Layers", "Stored", *capabilities), rows, stack=False)
+    sizes_text = ", ".join(map(str, sizes))
+    return doc.Section(f"without a CUDA toolkit (nvcc), tensor parallel {sizes_text}", (matrix,))
 
 
 def _equal_rows(layers: Sequence[MatrixRow], tp: int) -> Iterator[tuple[doc.TableCell | str, ...]]:

@@ -24,6 +24,7 @@ from vexport.engine.dry.fake_platform import (
     PlaceholderValues,
     join_group,
     set_capability,
+    set_toolkit,
 )
 from vexport.engine.dry.layers import layer_kinds, raising_layer, rank_memory
 from vexport.engine.messages import (
@@ -38,6 +39,7 @@ from vexport.engine.messages import (
 from vexport.engine.process import one_line
 from vexport.errors.extras import is_memory
 from vexport.files import from_json, to_json, write_text
+from vexport.scenario.serve import EngineArguments
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -109,21 +111,32 @@ def _is_raised_in_class(error: Exception) -> bool:
 
 
 def configure(
-    checkpoint: Path, *, tp: int, trust_remote_code: bool, speculative: str = ""
+    checkpoint: Path,
+    arguments: EngineArguments,
+    *,
+    tp: int,
+    trust_remote_code: bool,
+    speculative: str = "",
 ) -> "VllmConfig":
-    """Return vLLM's configuration for a checkpoint. Raises vLLM's errors."""
+    """Return vLLM's configuration for a checkpoint and the user's arguments.
+
+    Raises vLLM's errors.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments = EngineArgs(
-        model=str(checkpoint),
-        tensor_parallel_size=tp,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        safetensors_load_strategy="lazy",
-        trust_remote_code=trust_remote_code,
-        speculative_config=speculative_config(speculative),
-    )
-    return arguments.create_engine_config()
+    fixed = {
+        "model": str(checkpoint),
+        "tensor_parallel_size": tp,
+        "pipeline_parallel_size": 1,
+        "distributed_executor_backend": None,
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "safetensors_load_strategy": "lazy",
+        "trust_remote_code": trust_remote_code,
+    }
+    if (drafts := speculative_config(speculative)) is not None:
+        fixed["speculative_config"] = drafts
+    return EngineArgs(**{**arguments, **fixed}).create_engine_config()
 
 
 def _load(attempt: DryTry, audit: Audit) -> CellResult:
@@ -133,8 +146,14 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
 
     cell, request = attempt.cell, attempt.request
     set_capability(cell.sm)
-    trust, drafts = request.trust_remote_code, request.speculative
-    config = configure(attempt.checkpoint, tp=cell.tp, trust_remote_code=trust, speculative=drafts)
+    set_toolkit(cell.toolkit)
+    config = configure(
+        attempt.checkpoint,
+        request.arguments,
+        tp=cell.tp,
+        trust_remote_code=request.trust_remote_code,
+        speculative=request.speculative,
+    )
     with set_current_vllm_config(config):
         join_group(cell.tp, attempt.rank)
         with (

@@ -81,9 +81,11 @@ def fake_cuda() -> None:
     from vllm.model_executor.model_loader import utils
     from vllm.utils import flashinfer
 
-    # vLLM's CUDA wheel requires FlashInfer. Kernels are chosen as if it were installed. None of
-    # them runs.
-    vars(flashinfer).update({name: _yes for name in _FLASHINFER if hasattr(flashinfer, name)})
+    # vLLM's CUDA wheel requires FlashInfer. vLLM uses it only if the host can compile its kernels.
+    # None of them runs.
+    vars(flashinfer).update(
+        {name: _has_toolkit for name in _FLASHINFER if hasattr(flashinfer, name)}
+    )
     # vLLM records how to reload weights, which takes as long as building the model. A dry load does
     # not need this.
     if hasattr(utils, "record_metadata_for_reloading"):
@@ -120,6 +122,11 @@ def set_capability(sm: int) -> None:
     # The only place where vLLM caches a capability at import.
     if hasattr(cutlass, "CUTLASS_BLOCK_FP8_SUPPORTED"):
         cutlass.CUTLASS_BLOCK_FP8_SUPPORTED = _from_hopper(sm)
+
+
+def set_toolkit(present: bool) -> None:
+    """Set whether the host has a CUDA toolkit (nvcc), before the first configuration."""
+    _host.toolkit = present
 
 
 def join_group(tp: int, rank: int) -> None:
@@ -181,6 +188,14 @@ _FLASHINFER = (
 
 class NeedsDevice(RuntimeError):
     """vLLM needs something that only a real device has."""
+
+
+# Other modules of vLLM import `has_flashinfer` by value, so the answer is stored here.
+_host = SimpleNamespace(toolkit=True)
+
+
+def _has_toolkit() -> bool:
+    return bool(_host.toolkit)
 
 
 def _yes() -> bool:

@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,7 @@ from vexport.checks import header_findings
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.precision import layer_kinds, other_precision
 from vexport.checks.vllm.stored_schemes import config_groups_of
-from vexport.engine.arguments import require_layers
+from vexport.engine.arguments import require_arguments, require_layers
 from vexport.engine.dry.causes import with_cause
 from vexport.engine.dry.controls import is_shared_refusal, not_judged, without_shared_errors
 from vexport.engine.messages import (
@@ -47,6 +47,7 @@ from vexport.records import (
 )
 from vexport.rules import dry_load as rules
 from vexport.rules.book import Rule
+from vexport.scenario.serve import EngineArguments, Serve
 from vexport.words import first_and_more
 
 CHECK = "dry-load"
@@ -55,7 +56,8 @@ Require = Literal["all", "any"]
 LIMITATIONS = (
     "kernels, and vLLM's processing of loaded weights, did not run; values were only read if vLLM "
     "casts them to another dtype",
-    "the kernels are those of vLLM's CUDA wheel and of the packages that it requires",
+    "the kernels are those of vLLM's CUDA wheel and of the packages that it requires, on a host "
+    "with a CUDA toolkit",
 )
 # Word in messages of vLLM and transformers about a checkpoint that needs remote code.
 TRUST = "trust_remote_code"
@@ -96,6 +98,8 @@ def judge(
     `cuda` is True if the loaders are those of a CUDA build.
     """
     left_out = not_judged(results)
+    without_toolkit = [each for each in results if not each.cell.toolkit]
+    results = [each for each in results if each.cell.toolkit]
     results = [
         without_shared_errors(result, reason_with_cause, requested=requested)
         for result, reason_with_cause in zip(
@@ -106,6 +110,7 @@ def judge(
     # size is used.
     memory = {each.memory.tp: each.memory for each in reversed(results) if each.memory is not None}
     needed = _needed_cells(results, require)
+    rows = tuple(_rows(results))
     findings = (*_not_loaded(results, needed), *_faults(results), *_precisions(results))
     return DryLoadReport(
         checkpoint=name,
@@ -114,7 +119,8 @@ def judge(
         vllm=vllm,
         cuda=cuda,
         cells=tuple(_cell(result, needed=result.cell in needed) for result in results),
-        rows=tuple(_rows(results)),
+        rows=rows,
+        without_toolkit=tuple(_changed_rows(rows, without_toolkit)),
         memory=tuple(memory[tp] for tp in sorted(memory)),
         not_judged=left_out,
         blind_spots=LIMITATIONS,
@@ -233,6 +239,21 @@ def _rows(results: Sequence[CellResult]) -> Iterator[MatrixRow]:
         )
 
 
+def _changed_rows(
+    rows: Sequence[MatrixRow], without_toolkit: Sequence[CellResult]
+) -> Iterator[MatrixRow]:
+    """Yield the kinds of layers that get other kernels without a CUDA toolkit on the host."""
+    others = {(row.name, row.stored): row for row in _rows(without_toolkit)}
+    for row in rows:
+        other = others.get((row.name, row.stored))
+        if other is not None and _selections(other) != _selections(row):
+            yield other
+
+
+def _selections(row: MatrixRow) -> list[tuple[str, str, str]]:
+    return [(cell.status, cell.precision, cell.kernel) for cell in row.cells]
+
+
 def _layer_cell(result: CellResult, like: LayerKind) -> MatrixCell:
     for layer in result.layers:
         if (layer.name, layer.stored) == (like.name, like.stored):
@@ -321,8 +342,10 @@ class DryLoad:
     takes about 10 s, and each cell of a small model 0.2 s. The cells are the combinations of `tp`
     (tensor parallel sizes) and `sm` (90 for SM 9.0). With `require` "all", each cell must load.
     With "any", one cell for each `tp` must load. `vllm_python` is the interpreter, or None for the
-    running interpreter. `speculative` is `METHOD` or `METHOD=FOLDER`. If it is set, vLLM's draft
-    model is built and loaded as well.
+    running interpreter. `toolkits` are the hosts to try, with a CUDA toolkit (True) or without. The
+    verdict ignores cells without a toolkit. `arguments` are the user's arguments of vLLM.
+    `speculative` is `METHOD` or `METHOD=FOLDER`. If it is set, vLLM's draft model is built and
+    loaded as well.
 
     With `controlled`, an error does not count if vLLM has the same error with the unquantized
     model. This is the model in the folder `source`, or, without `source`, a model that transformers
@@ -333,7 +356,9 @@ class DryLoad:
     checkpoints: Sequence[Path]
     tp: Sequence[int] = (1,)
     sm: Sequence[int] = (90,)
+    toolkits: Sequence[bool] = (True,)
     require: Require = "all"
+    arguments: EngineArguments = field(default_factory=dict)
     vllm_python: Path | None = None
     trust_remote_code: bool = False
     speculative: str = ""
@@ -371,8 +396,12 @@ class DryLoad:
         with log_folder("vexport-dry-") as folder:
             request = DryRequest(
                 checkpoints=tuple(checkpoint.absolute() for checkpoint in self.checkpoints),
-                cells=tuple(Cell(tp=tp, sm=sm) for tp, sm in product(self.tp, self.sm)),
+                cells=tuple(
+                    Cell(tp=tp, sm=sm, toolkit=toolkit)
+                    for toolkit, tp, sm in product(self.toolkits, self.tp, self.sm)
+                ),
                 folder=folder,
+                arguments=self.arguments,
                 trust_remote_code=self.trust_remote_code,
                 speculative=self.speculative,
                 controlled=self.controlled,
@@ -446,7 +475,7 @@ def dry_load_checkpoints(
     sm: Sequence[int] | None,
     gpus: Sequence[Card] = (),
     trust_remote_code: bool,
-    timeout: float,
+    serve: Serve,
     on_progress: OnProgress,
     speculative: str = "",
 ) -> list[DryLoadReport]:
@@ -456,7 +485,7 @@ def dry_load_checkpoints(
     are tried. Without `sm` and `gpus`, the capabilities of common GPUs are tried, and for each `tp`
     the checkpoint must load on one of them. If there are `gpus`, the reports contain the number of
     sequences that fit on each GPU. Raises the errors of `DryLoad`, and InputError if a checkpoint
-    cannot be read.
+    cannot be read or vLLM does not accept the arguments in `serve`.
     """
     roots = [resolve_source(ref, on_progress) for ref in refs]
     for root in roots:
@@ -464,17 +493,21 @@ def dry_load_checkpoints(
         require_weights_found(root)
         require_layers(root)
     drafter = resolve_drafter(speculative, on_progress)
+    for python in pythons:
+        require_arguments([serve], python, dry=True)
     wanted = sm or tuple(dict.fromkeys(card.sm for card in gpus))
     per_python = [
         DryLoad(
             checkpoints=roots,
             tp=tp,
             sm=wanted or CAPABILITIES,
+            toolkits=(True, False),
             require="all" if wanted else "any",
+            arguments=serve.given,
             vllm_python=python,
             trust_remote_code=trust_remote_code,
             speculative=drafter,
-            timeout=timeout,
+            timeout=serve.timeout,
         ).reports(on_progress)
         for python in pythons
     ]

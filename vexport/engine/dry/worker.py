@@ -318,11 +318,13 @@ def _import_class(request: DryRequest, number: int) -> str | None:
     from vexport.engine.dry.cell import configure
 
     checkpoint, trust = request.checkpoints[number], request.trust_remote_code
+    arguments = request.arguments
     largest = max(cell.tp for cell in request.cells)
     for tp in dict.fromkeys((largest, 1)):  # vLLM imports more modules if ranks communicate
         try:
             with _time_limit(request.try_seconds):
-                model = configure(checkpoint, tp=tp, trust_remote_code=trust).model_config
+                config = configure(checkpoint, arguments, tp=tp, trust_remote_code=trust)
+                model = config.model_config
                 registry.ModelRegistry.resolve_model_cls(model.architectures, model)
             break
         except MemoryError:

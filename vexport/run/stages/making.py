@@ -60,6 +60,7 @@ from vexport.run.directory import (
 )
 from vexport.run.work import Place, Stage, Work
 from vexport.scenario import Evaluate, Rule, Scenario, Sensitivity
+from vexport.scenario.serve import Serve
 from vexport.version import __version__
 
 
@@ -364,7 +365,10 @@ def _device_inputs(maker: Maker) -> Digests:
     digest=_device_inputs,
 )
 def dry_load(maker: Maker) -> DryLoadReport:
-    """Load the checkpoint dry for each GPU of the scenario and each tensor parallel size."""
+    """Load the checkpoint dry for each GPU of the scenario and each tensor parallel size.
+
+    The scenario's arguments of vLLM are for the engines on this machine, so they are not used.
+    """
     serve = maker.options.serve
     (report,) = dry_load_checkpoints(
         [Folder.at(maker.checkpoint)],
@@ -372,7 +376,7 @@ def dry_load(maker: Maker) -> DryLoadReport:
         tp=serve.dry_ranks,
         sm=serve.capabilities,
         trust_remote_code=maker.options.trust_remote_code,
-        timeout=serve.timeout,
+        serve=Serve(timeout=serve.timeout),
         on_progress=maker.options.on_progress,
     )
     return report
