@@ -186,6 +186,9 @@ def test_kernels_without_a_toolkit(good: Good) -> None:
     assert len(block.cells) == 2
     assert block.ok
     assert not w4a16.without_toolkit
+    # Each library that compiles a kernel of either host.
+    assert [each.library for each in block.compiled] == ["FlashInfer", "DeepGEMM", "Humming"]
+    assert not w4a16.compiled
 
 
 def test_arguments_choose_kernels(good: Good) -> None:

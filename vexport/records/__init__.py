@@ -55,6 +55,7 @@ from vexport.records.findings import (
     CellStatus,
     CheckReport,
     Claim,
+    CompiledKernels,
     DryLoadReport,
     EngineInfo,
     EngineMode,

@@ -417,16 +417,25 @@ class GpuRoom:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledKernels:
+    """Kernels that a `library` compiles when a server first starts, and what the host `needs`."""
+
+    library: str
+    needs: str
+    kernels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DryLoadReport:
     """Load of a checkpoint's headers by vLLM's model class and loaders, for each tp and sm.
 
     `cells` has a cell of the whole checkpoint for each tp and sm. Each of the `rows` has the same
     cells for one kind of layer. There are no rows if no cell was loaded. `memory` has an entry for
     each tp that was loaded. `without_toolkit` has the rows that differ on a host without a CUDA
-    toolkit. `rooms` has an entry for each GPU, tp and sequence length.
-    `vllm_python` is the Python interpreter, empty for the interpreter that runs vexport. `cuda` is
-    True if the loaders are those of a CUDA build. `not_judged` lists faults that also occur with
-    the unquantized model.
+    toolkit. `compiled` has the kernels of both that are compiled on the host. `rooms` has an entry
+    for each GPU, tp and sequence length. `vllm_python` is the Python interpreter, empty for the
+    interpreter that runs vexport. `cuda` is True if the loaders are those of a CUDA build.
+    `not_judged` lists faults that also occur with the unquantized model.
     """
 
     schema: Literal["vexport.dry-load/1"] = "vexport.dry-load/1"
@@ -439,6 +448,7 @@ class DryLoadReport:
     cells: tuple[MatrixCell, ...]
     rows: tuple[MatrixRow, ...]
     without_toolkit: tuple[MatrixRow, ...] = ()
+    compiled: tuple[CompiledKernels, ...] = ()
     memory: tuple[RankMemory, ...] = ()
     rooms: tuple[GpuRoom, ...] = ()
     not_judged: tuple[NotJudged, ...] = ()

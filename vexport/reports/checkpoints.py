@@ -9,6 +9,7 @@ from vexport.records import (
     ENGINE_CHECK,
     CellStatus,
     CheckReport,
+    CompiledKernels,
     DryLoadReport,
     GpuRoom,
     LoadReport,
@@ -218,11 +219,17 @@ def device_parts(report: DryLoadReport) -> tuple[doc.Part, ...]:
         [_without_toolkit(report, sizes) for sizes in _equal_sizes(report)]
         if report.without_toolkit
         else [],
+        _compiled(report.compiled) if report.compiled else None,
         _memory(report) if report.memory else None,
         _room_table(report.rooms) if report.rooms else None,
         muted(f"dry load: the model class and loaders of vLLM {report.vllm} read only headers"),
         doc.Listing(row(*report.blind_spots), "not verified") if report.blind_spots else None,
     )
+
+
+def _compiled(compiled: Sequence[CompiledKernels]) -> doc.Listing:
+    lines = (f"{each.library}: needs {each.needs}" for each in compiled)
+    return doc.Listing(row(*lines), "compiled at the first start")
 
 
 def _memory(report: DryLoadReport) -> doc.Section:

@@ -18,6 +18,7 @@ from vexport.checks.vllm.stored_schemes import config_groups_of
 from vexport.engine.arguments import require_arguments, require_layers
 from vexport.engine.dry.causes import with_cause
 from vexport.engine.dry.controls import is_shared_refusal, not_judged, without_shared_errors
+from vexport.engine.dry.host import compiled_kernels
 from vexport.engine.messages import (
     REASONS,
     Cell,
@@ -111,6 +112,8 @@ def judge(
     memory = {each.memory.tp: each.memory for each in reversed(results) if each.memory is not None}
     needed = _needed_cells(results, require)
     rows = tuple(_rows(results))
+    changed = tuple(_changed_rows(rows, without_toolkit))
+    kernels = (cell.kernel for row in (*rows, *changed) for cell in row.cells)
     findings = (*_not_loaded(results, needed), *_faults(results), *_precisions(results))
     return DryLoadReport(
         checkpoint=name,
@@ -120,7 +123,8 @@ def judge(
         cuda=cuda,
         cells=tuple(_cell(result, needed=result.cell in needed) for result in results),
         rows=rows,
-        without_toolkit=tuple(_changed_rows(rows, without_toolkit)),
+        without_toolkit=changed,
+        compiled=tuple(compiled_kernels(kernels)),
         memory=tuple(memory[tp] for tp in sorted(memory)),
         not_judged=left_out,
         blind_spots=LIMITATIONS,
