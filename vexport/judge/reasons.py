@@ -95,7 +95,8 @@ def _inconclusive_reason(tasks: Sequence[TaskVerdict], assumed: str) -> Reason:
     first = without_room or blocked
     if not first:
         return _open_reason(tasks, assumed)
-    rest = [task for task in tasks if task not in first]
+    named = set(map(id, first))
+    rest = [task for task in tasks if id(task) not in named]
     others = [task for task in rest if task.outcome == "INCONCLUSIVE"]
     left = _other_tasks_text(tasks, "INCONCLUSIVE")
     if others:
