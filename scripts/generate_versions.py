@@ -7,7 +7,8 @@ The types of their engine arguments go to generated/engine_arguments/VERSION.jso
 The wheels of that version and of `PINNED` are downloaded into a cache and read as text. Only
 literals are read: widths, and names of methods. For model classes they are the fused layers, and
 whether the embedding table is quantized. Entries of classes that are the same in `PINNED` are left
-out. Only the choice of a class for linear layers is executed, for each capability (`selection.py`).
+out. Only the choice of a class for linear layers is executed, for each capability (`selection.py`),
+and the predicates of known faults (`vexport/architectures/faults.py`).
 """
 
 import ast
@@ -26,6 +27,7 @@ from selection import selected_classes
 from tables import FOLDER, embedding, write_table
 
 from vexport.architectures import architecture_table
+from vexport.architectures.faults import found_in
 from vexport.formats import FP8, INT4, PACKED
 from vexport.formats.arguments import QuantArgs, SchemeArgs
 from vexport.formats.base import Format
@@ -186,7 +188,7 @@ def facts(wheel: Wheel) -> Entry:
         "compressed_tensors": required[1],
         "schemes": selected_classes(wheel, used_schemes(), minimums(wheel)),
         "asymmetric_widths": asymmetric_widths(wheel),
-        "humming_heads": humming_heads(wheel),
+        "faults": found_in(wheel.text),
         "methods": methods(wheel),
     }
 
@@ -242,13 +244,6 @@ def asymmetric_widths(wheel: Wheel) -> list[int]:
     widths = assigned(body, "WNA16_ZP_SUPPORTED_TYPES_MAP")
     assert isinstance(widths, ast.Dict)
     return [ast.literal_eval(key) for key in widths.keys if key is not None]
-
-
-def humming_heads(wheel: Wheel) -> bool:
-    """Return True if an output head has all attributes that Humming reads of linear layers."""
-    attributes = ("output_partition_sizes", "has_bias", "params_dtype")
-    head = wheel.text("vllm/model_executor/layers/vocab_parallel_embedding.py")
-    return all(f"self.{attribute} = " in head for attribute in attributes)
 
 
 def methods(wheel: Wheel) -> list[str]:

@@ -164,6 +164,8 @@ def test_kernels_match_vllms_rules(loads_by_scheme: Mapping[str, DryLoadReport])
     }
     assert {(status, runs) for status, runs, _ in kernels(report, 89)} == {("loads", "W4A16")}
     assert [(finding.severity, finding.got.split()[0]) for finding in report.findings] == [
+        ("warning", "HummingMxFp4LinearKernel"),
+        ("warning", "FlashInferMxFp4LinearKernel"),
         ("warning", "W4A8"),
         ("warning", "W4A4"),
     ]

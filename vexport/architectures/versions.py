@@ -32,9 +32,8 @@ class VersionFacts:
 
     `schemes` maps the class that a linear layer usually gets to the classes that vLLM selects, by
     the first compute capability of each. A class is "" if vLLM refuses the scheme there.
-    `asymmetric_widths` are the bits of packed integers with zero points. `humming_heads` is True if
-    Humming's kernels run a quantized output head: ParallelLMHead has the attributes that
-    convert_linear_layer_to_humming reads. `absent` are the model
+    `asymmetric_widths` are the bits of packed integers with zero points. `faults` are
+    the results of the predicates of known faults (`faults.py`), by name. `absent` are the model
     classes that only `PINNED` has, and `added` the classes that only this version has. `classes`
     are the classes of both versions that differ. `agreeing_methods` are the quantization methods
     with the same rules in both versions: the loaders of both versions accept and refuse the same
@@ -45,7 +44,7 @@ class VersionFacts:
     compressed_tensors: str
     schemes: Mapping[str, Mapping[int, str]]
     asymmetric_widths: tuple[int, ...]
-    humming_heads: bool
+    faults: Mapping[str, bool | None]
     methods: tuple[str, ...]
     absent: frozenset[str]
     added: Mapping[str, ClassFacts]

@@ -17,6 +17,7 @@ from vexport.checks import (
     completeness,
     config,
     devices,
+    faults,
     fusion,
     kv_cache,
     model,
@@ -108,6 +109,7 @@ CHECKS: Mapping[str, Check] = {
     "tokenizer": Check(description=tokenizer.DESCRIPTION, run=tokenizer.run),
     "devices": Check(description=devices.DESCRIPTION, run=devices.run),
     "versions": Check(description=versions.DESCRIPTION, run=versions.run),
+    "faults": Check(description=faults.DESCRIPTION, run=faults.run),
     # Digests are last: if a file was changed, a finding of another family is more specific.
     "digests": Check(description=shards.DIGESTS_DESCRIPTION, run=shards.digests),
 }

@@ -19,7 +19,7 @@ from vexport.checkpoint.index import (
     vllm_finds_weights,
 )
 from vexport.checkpoint.source import resolve_source
-from vexport.checks import INTERNAL, NAMES, header_findings, is_ok
+from vexport.checks import INTERNAL, NAMES, faults, header_findings, is_ok
 from vexport.checks.vllm.view import Target
 from vexport.engine.arguments import require_layers
 from vexport.engine.dry.controls import is_shared_refusal
@@ -181,15 +181,19 @@ def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> Che
     report = replace(report, ok=is_ok(findings), findings=findings)
     if isinstance(outcome, str):
         return _not_loaded(report, outcome)
-    not_judged = tuple(each for each in report.not_judged if outcome or each.what != NAMES)
-    more = [*outcome, *(unused(load) if not_judged != report.not_judged else ())]
-    static = tuple(downgrade_errors(report.findings, load, faulty=bool(outcome)))
-    findings = tuple(chain(*without_repetitions(static, more)))
+    known = [each for each in load.findings if each.check == faults.CHECK]
+    errors = [each for each in outcome if each not in known]
+    not_judged = tuple(each for each in report.not_judged if errors or each.what != NAMES)
+    more = [*errors, *(unused(load) if not_judged != report.not_judged else ())]
+    # The dry load knows the kernels of all layers.
+    others = [each for each in report.findings if each.check != faults.CHECK]
+    static = tuple(downgrade_errors(others, load, faulty=bool(errors)))
+    findings = tuple(chain(*without_repetitions(static, more), known))
     not_judged += load.not_judged
     joined = replace(report, ok=is_ok(findings), findings=findings, not_judged=not_judged)
     if load.not_judged:
-        faults = plural(len(load.not_judged), "fault")
-        why = f"{faults} that the unquantized model has as well: {load.not_judged[0].what}"
+        count = plural(len(load.not_judged), "fault")
+        why = f"{count} that the unquantized model has as well: {load.not_judged[0].what}"
         return _not_loaded(joined, why)
     return replace(joined, judged_by="loaders")
 

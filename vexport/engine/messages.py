@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
+from vexport.architectures.faults import FaultyLayer
 from vexport.records import BatchSize, Canary, DraftCounts, Endpoint, EngineInfo, RankMemory
 from vexport.scenario.evaluate import LmEvalSettings
 from vexport.scenario.serve import EngineArguments
@@ -276,7 +277,8 @@ class CellResult:
     which vLLM stopped, the layers whose kernel fails, or empty. "unknown" means that the dry load
     stopped at a step that it cannot imitate. `built` is False if vLLM raised before the model was
     built. `in_class` is True if the code of the model class raised. `control` is the result of an
-    unquantized model in the same cell, if it was tried.
+    unquantized model in the same cell, if it was tried. `known_faults` are the layers with a known
+    fault of vLLM.
     """
 
     cell: Cell
@@ -289,6 +291,7 @@ class CellResult:
     faults: tuple[Miscopy, ...] = ()
     memory: RankMemory | None = None
     control: "Control | None" = None
+    known_faults: tuple[FaultyLayer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

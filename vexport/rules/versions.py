@@ -41,12 +41,3 @@ MXFP4_INPUTS = Rule(
     need="a version of vLLM that supports MXFP4 weights with FP8 inputs",
     do=_OTHER,
 )
-QUANTIZED_HEAD = Rule(
-    "versions/quantized-head",
-    claim="refused",
-    got="a quantized output head, for which vLLM {version} selects Humming's kernel on {gpus:and}: "
-    "it reads output_partition_sizes and has_bias, which vLLM {version} does not set for an output "
-    "head, and fails after the weights are loaded",
-    need="vLLM {newer} or later, or an output head in a scheme that runs with another kernel",
-    do="serve it with vLLM {newer}, or quantize again with the head in ignore",
-)

@@ -26,7 +26,7 @@ from vexport.engine.dry.fake_platform import (
     set_capability,
     set_toolkit,
 )
-from vexport.engine.dry.layers import layer_kinds, raising_layer, rank_memory
+from vexport.engine.dry.layers import faulty_layers, layer_kinds, raising_layer, rank_memory
 from vexport.engine.messages import (
     REASONS,
     WITHOUT_WEIGHTS,
@@ -162,11 +162,16 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
             set_default_torch_dtype(config.model_config.dtype),
         ):
             models = {"": initialize_model(config)}
+            known_faults = faulty_layers(models[""], cell.sm)
             layers = layer_kinds(models[""])  # a drafter changes names in the quant config
             if (drafter := build_drafter(config)) is not None:
                 models[DRAFTER] = drafter
                 layers += tuple(
                     replace(kind, name=DRAFTER + kind.name) for kind in layer_kinds(drafter)
+                )
+                known_faults += tuple(
+                    replace(each, layer=DRAFTER + each.layer)
+                    for each in faulty_layers(drafter, cell.sm)
                 )
         audit.model_is_built = True
         if attempt.control in WITHOUT_WEIGHTS:
@@ -184,7 +189,13 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
                     faults = _with_drafter(faults, drafter, config, audit)
                 loaded = CellResult(cell=cell, outcome="loaded", faults=faults)
                 write_text(shared_file, to_json(loaded))
-    result = replace(from_json(CellResult, shared_file), cell=cell, layers=layers, memory=memory)
+    result = replace(
+        from_json(CellResult, shared_file),
+        cell=cell,
+        layers=layers,
+        memory=memory,
+        known_faults=known_faults,
+    )
     for prefix, model in models.items():
         if (raising := raising_layer(model, cell.sm)) is not None:
             where, reason = raising

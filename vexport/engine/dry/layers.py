@@ -5,11 +5,22 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from vexport.architectures import with_stars
+from vexport.architectures.faults import (
+    FaultyLayer,
+    LayerGroup,
+    RunningLayer,
+    faults_of,
+    found_in,
+    installed_source,
+)
+from vexport.architectures.fusion import is_head
 from vexport.engine.kernels import activation_bits, kernel_of
 from vexport.engine.messages import LayerKind
 from vexport.records import RankMemory, SequenceMemory
@@ -34,7 +45,8 @@ def layer_kinds(model: torch.nn.Module) -> tuple[LayerKind, ...]:
 
     Layers that differ only in an index are counted together.
     """
-    return tuple(replace(kind, count=count) for kind, count in Counter(_layers(model)).items())
+    kinds = Counter(kind for _, kind in _layers(model))
+    return tuple(replace(kind, count=count) for kind, count in kinds.items())
 
 
 def raising_layer(model: torch.nn.Module, sm: int) -> tuple[str, str] | None:
@@ -53,7 +65,43 @@ def raising_layer(model: torch.nn.Module, sm: int) -> tuple[str, str] | None:
     return None
 
 
-def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
+def faulty_layers(model: torch.nn.Module, sm: int) -> tuple[FaultyLayer, ...]:
+    """Return the layers with a known fault of the vLLM that built the model, each kind once."""
+    layers = dict.fromkeys(
+        RunningLayer(
+            name=kind.name,
+            group=_group_of(kind.name, layer),
+            kernel=kind.kernel,
+            stored=kind.stored,
+            runs=kind.runs,
+            sides=_sides(layer),
+        )
+        for layer, kind in _layers(model)
+    )
+    return tuple(dict.fromkeys(faults_of(_found_faults(), sm, layers)))
+
+
+@cache
+def _found_faults() -> dict[str, bool | None]:
+    import vllm
+
+    return found_in(installed_source(Path(vllm.__file__).parent.parent))
+
+
+def _group_of(name: str, layer: torch.nn.Module) -> LayerGroup:
+    if is_head(name):
+        return "head"
+    return "experts" if "MoE" in type(getattr(layer, "quant_method", None)).__name__ else "linear"
+
+
+def _sides(layer: torch.nn.Module) -> tuple[int, ...]:
+    weight = getattr(layer, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.dim() == 2:
+        return tuple(weight.shape)
+    return ()
+
+
+def _layers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, LayerKind]]:
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
         weights = any(
@@ -67,7 +115,7 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
         given = getattr(layer, "prefix", None) or getattr(layer, "layer_name", None)
         stored = _stored_precision(method, layer, given if isinstance(given, str) else name)
         bits = activation_bits(scheme, kernel, kernel_name)
-        yield LayerKind(
+        kind = LayerKind(
             name=with_stars(name),
             count=1,
             scheme=_SCHEME.sub("", type(scheme).__name__),
@@ -75,6 +123,7 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
             runs=re.sub(r"A\d+$", f"A{bits}", stored) if bits else stored,
             kernel=kernel_name,
         )
+        yield layer, kind
 
 
 def _stored_precision(method: object, layer: torch.nn.Module, name: str) -> str:

@@ -9,9 +9,11 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
+from vexport.architectures.faults import FaultyLayer
 from vexport.checkpoint.index import require_checkpoint, require_weights_found
 from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.checks import header_findings
+from vexport.checks.vllm.faulty import fault_finding
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.precision import layer_kinds, other_precision
 from vexport.checks.vllm.stored_schemes import config_groups_of
@@ -114,7 +116,12 @@ def judge(
     rows = tuple(_rows(results))
     changed = tuple(_changed_rows(rows, without_toolkit))
     kernels = (cell.kernel for row in (*rows, *changed) for cell in row.cells)
-    findings = (*_not_loaded(results, needed), *_faults(results), *_precisions(results))
+    findings = (
+        *_not_loaded(results, needed),
+        *_faults(results),
+        *_known_faults(results, require, vllm),
+        *_precisions(results),
+    )
     return DryLoadReport(
         checkpoint=name,
         ok=all(finding.severity != "error" for finding in findings),
@@ -304,6 +311,34 @@ def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
             places=places if others else (),
             found=fault.got,
             expected=fault.expected,
+        )
+
+
+def _known_faults(results: Sequence[CellResult], require: Require, vllm: str) -> Iterator[Finding]:
+    """Yield a finding for each known fault of vLLM and kernel, with the cells that have the fault.
+
+    With `require` "any", a fault is only a warning if the same number of ranks runs in a cell
+    without known faults.
+    """
+    alike = defaultdict[FaultyLayer, list[tuple[str, Cell]]](list)
+    for result in results:
+        for each in result.known_faults:
+            alike[replace(each, layer="")].append((each.layer, result.cell))
+    running = {
+        result.cell.tp
+        for result in results
+        if result.outcome == "loaded" and not result.known_faults
+    }
+    for fault, places in alike.items():
+        cells = list(dict.fromkeys(cell for _, cell in places))
+        kinds = layer_kinds(name for name, _ in places)
+        yield fault_finding(
+            fault,
+            _in_cells(kinds, cells, results),
+            vllm,
+            sm=dict.fromkeys(cell.sm for cell in cells),
+            tp=dict.fromkeys(cell.tp for cell in cells),
+            is_certain=require == "all" or not {cell.tp for cell in cells} <= running,
         )
 
 
