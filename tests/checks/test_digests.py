@@ -3,12 +3,13 @@
 import hashlib
 import json
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from shutil import copytree
 
 import pytest
 import xxhash
+from huggingface_hub._local_folder import write_download_metadata
 
 from tests.command import findings, vexport
 from tests.models import Good, errors, problems, quantize
@@ -177,3 +178,77 @@ def test_layer_with_far_larger_scales_is_warning(good: Good, tmp_path: Path) -> 
     (found,) = (each for each in findings(folder) if each["check"] == "values")
     assert (found["severity"], found["where"]) == ("warning", scales[1])
     assert found["rule"] == "values/unusual-weights"
+
+
+def _hub_name(data: bytes, name: str) -> str:
+    if name.endswith(".safetensors"):
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def cached(source: Path, cache: Path) -> Path:
+    """Copy a checkpoint to a cache folder in the layout of huggingface_hub."""
+    root = cache / "models--org--model" / "snapshots" / ("0" * 40)
+    blobs = root.parents[1] / "blobs"
+    root.mkdir(parents=True)
+    blobs.mkdir()
+    for file in source.iterdir():
+        data = file.read_bytes()
+        blob = blobs / _hub_name(data, file.name)
+        blob.write_bytes(data)
+        (root / file.name).symlink_to(Path("../../blobs") / blob.name)
+    return root
+
+
+def local_dir(source: Path, folder: Path) -> Path:
+    """Copy a checkpoint to a folder as `hf download --local-dir` does."""
+    copytree(source, folder)
+    for file in source.iterdir():
+        etag = _hub_name(file.read_bytes(), file.name)
+        write_download_metadata(folder, file.name, "0" * 40, etag)
+    return folder
+
+
+def hub_rules(folder: Path) -> dict[str, str]:
+    found = findings(folder, "--static", "--hub-digests")
+    return {str(each["rule"]): str(each["where"]) for each in found if each["check"] == "digests"}
+
+
+@pytest.mark.parametrize("download", [cached, local_dir])
+def test_hub_digests(download: Callable[[Path, Path], Path], llama: Path, tmp_path: Path) -> None:
+    folder = download(llama, tmp_path / "hub")
+    options = ("--static", "--hub-digests", "--strict")
+    assert vexport("check", folder, *options).code == 0
+    assert hub_rules(folder) == {}
+    (folder / "mine.txt").write_text("added\n")
+    assert hub_rules(folder) == {"digests/not-verified": "mine.txt"}
+    flip_bits(folder, "norm.weight")
+    assert vexport("check", folder, llama, *options[:2]).code == 2  # llama is no download
+    assert vexport("check", folder, *options[:2]).code == 1
+    found = hub_rules(folder)
+    assert found["digests/other-than-hub"] == str(folder / "model.safetensors")
+
+
+def test_changed_small_file_differs_from_hub(llama: Path, tmp_path: Path) -> None:
+    folder = local_dir(llama, tmp_path / "out")
+    with (folder / "config.json").open("a") as file:
+        file.write("\n")
+    assert hub_rules(folder) == {"digests/other-than-hub": str(folder / "config.json")}
+
+
+def test_missing_blob(llama: Path, tmp_path: Path) -> None:
+    folder = cached(llama, tmp_path)
+    (folder / "notes.md").symlink_to("../../blobs/" + "a" * 40)
+    assert hub_rules(folder) == {"digests/missing-blob": str(folder / "notes.md")}
+
+
+@pytest.mark.parametrize("etag", ['W/"0123"', "a" * 39, ""])
+def test_etag_without_digest_is_not_verified(etag: str, llama: Path, tmp_path: Path) -> None:
+    folder = local_dir(llama, tmp_path / "out")
+    write_download_metadata(folder, "config.json", "0" * 40, etag)
+    assert hub_rules(folder) == {"digests/not-verified": "config.json"}
+
+
+def test_folder_without_hub_digests_is_bad_input(llama: Path) -> None:
+    ran = vexport("check", llama, "--static", "--hub-digests")
+    assert (ran.code, "hf download" in ran.stderr) == (2, True)

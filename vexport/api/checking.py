@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from vexport.api.common import ModelName, Name, OnProblem, is_verifying, named, parsed, source_ref
-from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.index import require_checkpoint, require_config
 from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.checks import SourceComparison, check_checkpoint, error_findings
 from vexport.checks.ignoring import require_ignorable, without_ignored
@@ -15,6 +15,7 @@ from vexport.engine.installed import installed_version
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, require_extra
 from vexport.formats.gpus import Names, cards, parse_capabilities, parse_sizes, with_cards
+from vexport.outputs.digests import hub_digests as digests_of_hub
 from vexport.outputs.digests import named_digests, require_list
 from vexport.records import CheckReport, OnProgress, merged, silent
 from vexport.version import Version, parse_version
@@ -29,6 +30,7 @@ class CheckSettings:
     vllm: Version | None = None
     source: ModelName | None = None
     digests: Name | None = None
+    hub_digests: bool = False
     speculative: str = ""
     static: bool = False
     ignore_rules: tuple[str, ...] = ()
@@ -46,6 +48,7 @@ def check(
     vllm: Version | str | None = None,
     source: ModelName | None = None,
     digests: Name | None = None,
+    hub_digests: bool = False,
     speculative: str = "",
     static: bool = False,
     ignore_rules: Sequence[str] = (),
@@ -57,11 +60,12 @@ def check(
 
     `tp`, `sm` and `gpu` accept a value or several, as numbers or as text: `sm=90`, `sm="80,90"`,
     `sm=["sm90", "H100"]`. `gpu` contains GPU names. Their compute capabilities are added to `sm`.
-    With `source`, the weights are compared with the source too. If vLLM is installed, its own
+    With `source`, the weights are compared with the source too. With `hub_digests`, the files are
+    compared with the digests in the hub's cache or download folder. If vLLM is installed, its own
     loaders also load the checkpoint dry, unless `static` or VEXPORT_NO_VERIFY is set. Findings of
-    the rules with the ids in `ignore_rules` are only listed in `ignored`. `vllm` is the
-    version of vLLM to check against, such as "0.32". Its default is the version in `vllm_python`,
-    or in this environment.
+    the rules with the ids in `ignore_rules` are only listed in `ignored`. `vllm` is the version of
+    vLLM to check against, such as "0.32". Its default is the version in `vllm_python`, or in this
+    environment.
 
     Raises an error if the checkpoint or another input cannot be read, or if vLLM crashed or took
     too long on a checkpoint without an error. Faults of the checkpoint are findings of the report.
@@ -76,6 +80,7 @@ def check(
         vllm=None if vllm is None else parsed("check: vllm", parse_version, vllm),
         source=source,
         digests=digests,
+        hub_digests=hub_digests,
         speculative=speculative,
         static=static or not is_verifying(),
         ignore_rules=tuple(ignore_rules),
@@ -127,7 +132,7 @@ def check_checkpoints(
     problems = _errors(found)
 
     def read() -> list[CheckReport]:
-        outcomes = _outcomes(roots, target, against, settings.digests)
+        outcomes = _outcomes(roots, target, against, settings)
         problems.update(_errors(outcomes))
         reports = [
             without_ignored(report, settings.ignore_rules)
@@ -169,12 +174,22 @@ def _outcomes(
     roots: Mapping[str, Path],
     target: Target,
     against: SourceComparison | None,
-    digests: Name | None,
+    settings: CheckSettings,
 ) -> dict[str, CheckReport | VexportError]:
     def outcome(name: str, root: Path) -> CheckReport:
-        file = None if digests is None else str(digests)
+        file = None if settings.digests is None else str(settings.digests)
         known = named_digests(file, root)
-        return check_checkpoint(name, target, against, root=root, digests=known)
+        if settings.hub_digests:
+            require_config(root)
+        return check_checkpoint(
+            name,
+            target,
+            against,
+            root=root,
+            digests=known,
+            hub_digests=digests_of_hub(root) if settings.hub_digests else None,
+            on_progress=settings.on_progress,
+        )
 
     return {name: attempt(partial(outcome, name, root), name) for name, root in roots.items()}
 

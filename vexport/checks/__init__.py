@@ -35,7 +35,7 @@ from vexport.checks.vllm.view import ANY, CheckFunction, CheckpointView, Target
 from vexport.checks.vllm.wrong_words import with_causes
 from vexport.errors import InputError, InputErrors, VexportError, convert_os_error
 from vexport.errors.extras import unexpected_error
-from vexport.records import CheckReport, Finding, NotJudged
+from vexport.records import CheckReport, Finding, NotJudged, OnProgress, silent
 from vexport.records.shared_faults import as_shared, shared_as_warnings
 from vexport.rules import source
 from vexport.version import PINNED, short_version
@@ -122,13 +122,15 @@ def check_checkpoint(
     *,
     root: Path | None = None,
     digests: Mapping[str, str] | None = None,
+    hub_digests: Mapping[str, str | None] | None = None,
+    on_progress: OnProgress = silent,
 ) -> CheckReport:
     """Return all findings on the checkpoint `name`, in the order of `CHECKS`.
 
     `root` is the folder of the checkpoint, by default the path `name`. `target` contains the ranks,
     GPUs and vLLM version that the checkpoint should be served with. `against` compares the
     checkpoint with its source (`vexport.fidelity.compare`). `digests` maps paths of files to their
-    digests.
+    digests, and `hub_digests` to the hub's digests or None.
 
     Raises InputError if there is no checkpoint at all. Broken files are findings.
     """
@@ -139,7 +141,7 @@ def check_checkpoint(
     try:
         index = read_index(root)
         with Reader() as reader:
-            view = CheckpointView(index, reader, target, digests)
+            view = CheckpointView(index, reader, target, digests, hub_digests, on_progress)
             vllm = view.model.target_version
             # Several families may report the same unreadable file.
             findings = tuple(dict.fromkeys(all_findings(view, against)))

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event, Lock
 
 from vexport.checkpoint.index import (
     INDEX_NAME,
@@ -17,7 +18,7 @@ from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.outputs import RECIPE
 from vexport.outputs.digests import DIGESTS, digest_of, recorded_digests
-from vexport.records import Finding, NotJudged, TensorInfo
+from vexport.records import Finding, NotJudged, OnProgress, TensorInfo, silent
 from vexport.rules import digests as digest_rules
 from vexport.rules import shards as rules
 from vexport.words import first_and_more
@@ -25,13 +26,15 @@ from vexport.words import first_and_more
 SHARD = re.compile(r"(?P<start>.*)-\d+(?P<of>-of-(?P<count>\d{1,9})\.safetensors)")
 DESCRIPTION = "vLLM loads the same files that the index lists, and each tensor is in only one file"
 DIGESTS_DESCRIPTION = (
-    "the files match all digests that are recorded for them (vexport.json, --digests)"
+    "the files match all digests that are recorded for them (vexport.json, --digests, "
+    "--hub-digests)"
 )
 # Part of a checkpoint that only digests or a comparison with the source can judge.
 VALUES = "values of weights and scales"
 # Digests of more bytes than this are only computed with --digests, because reading all weights
 # takes long. All other checks take a second or two.
 MAX_BYTES = 8_000_000_000
+_MEGABYTE = 1_000_000
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -128,7 +131,8 @@ def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[F
 def digests(view: CheckpointView) -> Iterator[Finding]:
     """Report files if their bytes differ from the digest in vexport.json or in `view.digests`.
 
-    A file in `view.digests` must exist. A file that is only in vexport.json may be missing.
+    Also compare them with `view.hub_digests`. A file in `view.digests` must exist. A file that is
+    only in vexport.json may be missing.
     """
     recorded = recorded_digests(view.index.root)
     existing = {name: recorded[name] for name in _existing(view, recorded)}
@@ -143,12 +147,30 @@ def digests(view: CheckpointView) -> Iterator[Finding]:
                 recipe=RECIPE,
             )
     listed = view.digests or {}
-    for name, actual in _other_digests(view, listed):
+    for name, actual in _other_digests(view, listed, view.on_progress):
         where = str(view.index.root / name)
         if actual is None:
             yield Finding.at(digest_rules.MISSING_FILE, where, digest=listed[name])
         else:
             yield Finding.at(digest_rules.OTHER_FILE, where, actual=actual, digest=listed[name])
+    yield from _against_hub(view)
+
+
+def _against_hub(view: CheckpointView) -> Iterator[Finding]:
+    known = _known_to_hub(view)
+    for name, actual in _other_digests(view, known, view.on_progress):
+        where = str(view.index.root / name)
+        if actual is None:
+            yield Finding.at(digest_rules.MISSING_BLOB, where, digest=known[name])
+        else:
+            yield Finding.at(digest_rules.OTHER_THAN_HUB, where, actual=actual, digest=known[name])
+    others = sorted(view.hub_digests.keys() - known.keys())
+    if others:
+        yield Finding.at(digest_rules.NOT_VERIFIED, first_and_more(others), count=len(others))
+
+
+def _known_to_hub(view: CheckpointView) -> dict[str, str]:
+    return {name: digest for name, digest in view.hub_digests.items() if digest is not None}
 
 
 def values_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
@@ -162,6 +184,7 @@ def values_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
         return
     root = view.index.root
     files = {os.path.relpath(each.file, root) for each in view.index.tensors.values()}
+    files -= _known_to_hub(view).keys()
     missing = sorted(files - recorded.keys() - (view.digests or {}).keys())
     if missing:
         name = missing[0] if len(missing) == 1 else f"{len(missing):,} of {len(files):,} files"
@@ -186,16 +209,44 @@ def _existing(view: CheckpointView, names: Iterable[str]) -> list[str]:
 
 
 def _other_digests(
-    view: CheckpointView, digests: Mapping[str, str]
+    view: CheckpointView, digests: Mapping[str, str], on_progress: OnProgress = silent
 ) -> Iterator[tuple[str, str | None]]:
     """Yield each file with another digest, with this digest, or None if the file is missing."""
     root = view.index.root
     names = _existing(view, digests)
+    on_read = _Reading(on_progress, sum((root / name).stat().st_size for name in names))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         computed = pool.map(
-            lambda name: digest_of(root / name, digests[name].partition(":")[0]), names
+            lambda name: digest_of(root / name, digests[name].partition(":")[0], on_read), names
         )
-        actual = dict(zip(names, computed, strict=True))
+        try:
+            actual = dict(zip(names, computed, strict=True))
+        except BaseException:  # such as Ctrl-C: the pool waits for its threads
+            on_read.stopped.set()
+            raise
     for name, digest in digests.items():
         if actual.get(name) != digest:
             yield name, actual.get(name)
+
+
+class _Reading:
+    """Count the bytes that several threads read, show the megabytes, and stop the threads."""
+
+    def __init__(self, on_progress: OnProgress, total: int) -> None:
+        self.stopped = Event()
+        self._on_progress = on_progress
+        self._total = total
+        self._done = 0
+        self._lock = Lock()
+
+    def __call__(self, count: int) -> None:
+        if self.stopped.is_set():
+            raise InterruptedError("stopped")
+        with self._lock:
+            before = self._done
+            self._done += count
+            done = self._done
+        if done == self._total or done // (32 * _MEGABYTE) != before // (32 * _MEGABYTE):
+            total = -(-self._total // _MEGABYTE)
+            shown = total if done == self._total else done // _MEGABYTE
+            self._on_progress("compare digests (MB)", shown, total)

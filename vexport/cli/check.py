@@ -48,6 +48,11 @@ if TYPE_CHECKING:
     "vexport.json. Weights of up to 8 GB are compared with vexport.json by default.",
     metavar="FILE",
 )
+@option(
+    "--hub-digests",
+    "Compare a download with the digests of the hub.",
+    flag=True,
+)
 @device_options
 @gpu_names_option
 @vllm_option
@@ -85,6 +90,7 @@ def check(
     checkpoints: tuple[SourceRef, ...],
     source: SourceRef | None,
     digests: str | None,
+    hub_digests: bool,
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,
     cards: tuple["Card", ...] | None,
@@ -107,7 +113,6 @@ def check(
     \b
     Examples:
       vexport check OUT
-      vexport check OUT --strict
       vexport check OUT --tp 1,2,4 --sm 80,90
       vexport check OUT --gpu L40S,H100
       vexport check OUT --source MODEL
@@ -131,6 +136,7 @@ def check(
             vllm=vllm,
             source=source,
             digests=digests,
+            hub_digests=hub_digests,
             speculative=speculative,
             static=static,
             ignore_rules=ignore_rules,

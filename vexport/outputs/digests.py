@@ -1,9 +1,10 @@
-"""Compute digests of files, keep them in vexport.json, and read the lists that sha256sum writes."""
+"""Compute digests of files, keep them in vexport.json, and read lists of sha256sum and the hub."""
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import xxhash
@@ -25,18 +26,83 @@ HEADERS_DIGEST = "config_and_headers_sha256"
 # recipe's result.
 REPAIRED = "repaired"
 XXH3, SHA256 = "xxh3", "sha256"
+# Digest of a git blob: SHA-1 of `blob SIZE`, a zero byte and the content. The hub uses it for files
+# outside LFS.
+GIT = "git"
+_BUFFER_BYTES = 1 << 20
+_MOST_LINKS = 40  # as in Linux
+# Folder in which huggingface_hub records the files of a download with `--local-dir`.
+_DOWNLOADS = Path(".cache", "huggingface", "download")
 # Line of sha256sum. Escaped names (with a line break or a backslash) are not supported.
 _LINE = re.compile(r"(?P<hex>[0-9a-fA-F]{64}) [ *](?P<name>.+)")
 _TAGGED = re.compile(r"SHA256 \((?P<name>.+)\) = (?P<hex>[0-9a-fA-F]{64})")
 
 
-def digest_of(file: Path, algorithm: str = XXH3) -> str:
-    """Return a file's digest: `xxh3:` (64 bits) or `sha256:`, followed by hexadecimal digits."""
+def _ignore(count: int) -> None:
+    pass
+
+
+def digest_of(file: Path, algorithm: str = XXH3, on_read: Callable[[int], None] = _ignore) -> str:
+    """Return a file's digest: `xxh3:` (64 bits), `sha256:` or `git:`, and hexadecimal digits.
+
+    `on_read` receives the number of bytes after each read. It may raise an exception to stop.
+    """
     with file.open("rb", buffering=0) as stream:
-        state = hashlib.file_digest(
-            stream, hashlib.sha256 if algorithm == SHA256 else xxhash.xxh3_64
-        )
+        state = xxhash.xxh3_64() if algorithm == XXH3 else hashlib.sha256()
+        if algorithm == GIT:
+            state = hashlib.sha1(usedforsecurity=False)
+            state.update(f"blob {os.fstat(stream.fileno()).st_size}\0".encode())
+        buffer = memoryview(bytearray(_BUFFER_BYTES))
+        while count := stream.readinto(buffer):
+            state.update(buffer[:count])
+            on_read(count)
     return f"{algorithm}:{state.hexdigest()}"
+
+
+def hub_digests(root: Path) -> dict[str, str | None]:
+    """Return the hub's digest of each file in a download, or None for a file without a digest.
+
+    In huggingface_hub's cache, a file is a link to a blob. The blob's name is the digest. In a
+    folder of `--local-dir`, the digest is in the metadata of the file. huggingface_hub's own reader
+    ignores this metadata if the file changed later, so it is not used.
+
+    Raises InputError if no file has a digest.
+    """
+    found = {name: _hub_digest(root, name) for name in sorted(_downloaded(root))}
+    if not any(found.values()):
+        raise InputError.of(rules.NO_HUB_DIGESTS, str(root))
+    return found
+
+
+def _downloaded(root: Path) -> Iterator[str]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            yield os.path.relpath(os.path.join(folder, name), root)  # noqa: PTH118
+
+
+def _hub_digest(root: Path, name: str) -> str | None:
+    path = root / name
+    for _ in range(_MOST_LINKS):
+        if not path.is_symlink():
+            break
+        path = path.parent / path.readlink()
+        if path.parent.name == "blobs":
+            return _from_etag(path.name)
+    real = root.resolve()
+    for folder in (real, *real.parents):
+        recorded = folder / _DOWNLOADS / f"{(real / name).relative_to(folder)}.metadata"
+        if recorded.is_file():
+            lines = recorded.read_text(encoding="utf-8", errors="replace").splitlines()
+            return _from_etag(lines[1].strip()) if len(lines) > 1 else None
+    return None
+
+
+def _from_etag(etag: str) -> str | None:
+    """Return the digest in an ETag of the hub, or None for an ETag of another kind."""
+    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", etag):
+        return None
+    return f"{SHA256 if len(etag) == 64 else GIT}:{etag}"
 
 
 def recorded_digests(folder: Path) -> dict[str, str]:

@@ -7,6 +7,8 @@ _LIST = (
     "publisher"
 )
 
+_DOWNLOAD = "download the file again"
+
 CHANGED_FILE = Rule(
     "digests/changed-file",
     claim="values",
@@ -27,4 +29,24 @@ MISSING_FILE = Rule(
     claim="values",
     got="no such file, but digest {digest} is listed for it",
     do=_LIST,
+)
+OTHER_THAN_HUB = Rule(
+    "digests/other-than-hub",
+    claim="values",
+    got="digest {actual}",
+    need="digest {digest}, as on the hub",
+    do=_DOWNLOAD,
+)
+MISSING_BLOB = Rule(
+    "digests/missing-blob",
+    claim="values",
+    got="a link to a missing file with digest {digest}",
+    do=_DOWNLOAD,
+)
+NOT_VERIFIED = Rule(
+    "digests/not-verified",
+    "info",
+    got="{count:# file} without a digest of the hub",
+    need="verified files only",
+    do="compare with --digests FILE if the files matter",
 )

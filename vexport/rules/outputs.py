@@ -68,6 +68,12 @@ NO_DIGESTS = Rule(
     got="it has no {key}, as each checkpoint that vexport wrote",
     do="remove --digests, or give a list that sha256sum wrote",
 )
+NO_HUB_DIGESTS = Rule(
+    "outputs/no-hub-digests",
+    got="none of its files has a digest of the hub",
+    need="a snapshot in the hub's cache, or a download with --local-dir and its .cache folder",
+    do="download the model again with `hf download`, or compare with --digests FILE",
+)
 DIGEST_LIST = Rule(
     "outputs/digest-list", got="{reason}", need="a list that sha256sum wrote", do="check the path"
 )

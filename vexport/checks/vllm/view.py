@@ -10,7 +10,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.layers import StoredLayers
 from vexport.checks.vllm.lookup import GroupLookup
 from vexport.checks.vllm.quantization import Quantization
-from vexport.records import Finding
+from vexport.records import Finding, OnProgress, silent
 from vexport.version import Version
 
 
@@ -54,12 +54,17 @@ class CheckpointView:
         reader: Reader,
         target: Target = ANY,
         digests: Mapping[str, str] | None = None,
+        hub_digests: Mapping[str, str | None] | None = None,
+        on_progress: OnProgress = silent,
     ) -> None:
         self.index = index
         self.reader = reader
         self.target = target
         # Digests by path, in addition to those in vexport.json, or None if none were given.
         self.digests = digests
+        # Digests of the hub by path, with None for a file without a digest.
+        self.hub_digests = hub_digests or {}
+        self.on_progress = on_progress
         self.config_path = str(index.root / "config.json")
         self.model = BuiltModel(index, target.vllm, self._is_layer)
         self.quantization = Quantization(index, self.model)
