@@ -274,8 +274,8 @@ def test_options_override_serve_section() -> None:
 
 
 def test_engine_arguments_without_engine() -> None:
-    """A dry load starts no engine, so that engine arguments are refused."""
-    ran = vexport("load", DEMO, "--dry", "--engine-arg", "max_num_seqs=8")
+    """A dry load starts no engine, so that prompts to continue are refused."""
+    ran = vexport("load", DEMO, "--dry", "--canaries")
     assert ran.code == 2
     assert "and --dry starts none" in ran.stderr
     mode = vexport("load", DEMO, "--engine-arg", "enforce_eager=true")
