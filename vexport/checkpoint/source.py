@@ -232,7 +232,7 @@ def _with_model_name(error: InputError, root: Path, name: str) -> InputError:
     where, got, need, fix = (
         text.replace(str(root), name) for text in (error.where, error.got, error.need, error.fix)
     )
-    return InputError(where, got=got, need=need, fix=fix, rule=error.rule)
+    return InputError(where, got=got, need=need, fix=fix, rule=error.rule, facts=error.facts)
 
 
 def _write_headers(

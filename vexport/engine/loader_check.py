@@ -312,6 +312,7 @@ class LoadVerifier:
             if keep
             else "complete the files of SOURCE, or report this as a bug of vexport",
             rule=first.rule,
+            facts=first.facts,
         )
 
 

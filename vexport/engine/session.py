@@ -17,12 +17,11 @@ from vexport.engine.cpu_emulation import SWITCH
 from vexport.engine.messages import EngineFailure, InputProblem
 from vexport.engine.process import Follow, failure_from_exit, log_tail, started_process_group
 from vexport.errors import (
-    CheckpointFailed,
     EnvironmentFault,
     EnvironmentFaults,
-    Inconclusive,
     InputError,
     VexportError,
+    error_kind,
     raise_all,
 )
 from vexport.errors.extras import require_extra
@@ -187,9 +186,7 @@ def _temporary_folder() -> str:
 
 def session_error(problem: InputProblem) -> VexportError:
     """Return the error of a worker, so that this process can raise it."""
-    kinds: tuple[type[VexportError], ...] = (CheckpointFailed, Inconclusive, EnvironmentFault)
-    kind = next((kind for kind in kinds if kind.exit_code == problem.exit_code), InputError)
-    got, need, fix = problem.got, problem.need, problem.fix
+    kind, got, need, fix = error_kind(problem.exit_code), problem.got, problem.need, problem.fix
     return kind(problem.where, got=got, need=need, fix=fix, rule=problem.rule)
 
 

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 from vexport.rules import environment, file, internal
@@ -43,7 +44,7 @@ def first_line(error: BaseException) -> str:
 
     If the error has no text, return the name of its class.
     """
-    line = (str(error).splitlines() or [""])[0] or type(error).__name__
+    line = (str(error).splitlines() or [""])[0].rstrip(" :") or type(error).__name__
     return "".join(each if each.isprintable() else "?" for each in line)[:200]
 
 
@@ -64,28 +65,41 @@ class VexportError(Exception):
 
     exit_code = 2
 
-    def __init__(self, where: str, *, got: str, need: str, fix: str, rule: str = "") -> None:
+    def __init__(
+        self,
+        where: str,
+        *,
+        got: str,
+        need: str,
+        fix: str,
+        rule: str = "",
+        facts: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
         self.where, self.got, self.need, self.fix, self.rule = where, got, need, fix, rule
-        self.facts: Mapping[str, object] = {}
+        self.facts = facts
         super().__init__(problem_text(where, got=got, need=need, fix=fix))
 
     @classmethod
     def of(cls, rule: Rule, where: str, /, **facts: object) -> Self:
         """Return the error that `where` breaks the rule, with the facts of its templates."""
         texts = rule.sentences(facts)
-        error = cls(where, got=texts.got, need=texts.need, fix=texts.do, rule=rule.id)
-        error.facts = facts
-        return error
+        return cls(where, got=texts.got, need=texts.need, fix=texts.do, rule=rule.id, facts=facts)
 
     def moved(self, where: str, *, fix: str = "") -> Self:
         """Return the same error at another place. `fix` replaces the remedy."""
-        error = type(self)(where, got=self.got, need=self.need, fix=fix or self.fix, rule=self.rule)
-        error.facts = self.facts
-        return error
+        fix = fix or self.fix
+        return type(self)(
+            where, got=self.got, need=self.need, fix=fix, rule=self.rule, facts=self.facts
+        )
 
 
 class InputError(VexportError):
     """Bad usage or bad input (exit 2)."""
+
+
+def error_kind(exit_code: int) -> type[VexportError]:
+    """Return the plain class of the errors with this exit code: the first that is defined."""
+    return next(kind for kind in VexportError.__subclasses__() if kind.exit_code == exit_code)
 
 
 class _Multiple(VexportError):

@@ -133,7 +133,9 @@ class Finding:
     def error(self, kind: type[E], where: str, *, others: int = 0) -> E:
         """Return an error with this finding. Its remedy counts the `others`."""
         fix = f"{self.fix} ({others:,} more)" if others else self.fix
-        return kind(where, got=self.got, need=self.expected, fix=fix, rule=self.rule)
+        return kind(
+            where, got=self.got, need=self.expected, fix=fix, rule=self.rule, facts=self.facts
+        )
 
     def __str__(self) -> str:
         problem = problem_text(self.where, got=self.got, need=self.expected, fix=self.fix)
