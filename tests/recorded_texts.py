@@ -4,9 +4,11 @@
     .venv/bin/python -m tests.recorded_texts before.json after.json
 
 A record has the texts as they were, without the places. `comparable` removes the parts that differ
-between two sessions or that a test chooses: paths, numbers, quoted values, and dotted names. The
-committed snapshots in `tests/texts/` have one file for each family: the package that raised an
-error, the name of the check of a finding, or the part of a rule's id before the slash.
+between two sessions or that a test chooses: paths, numbers, quoted values, and dotted names.
+
+The committed snapshots in `tests/texts/` have one file for each family of rules. Each text is the
+template of its rule. A fact in words, such as a reason, is shown in its place. If a template has
+more than `MOST` such texts, as for the errors of another program, any words are accepted.
 
 - `--record-texts FILE` writes a record of the session.
 - `--check-texts` fails the session if a text is not in the snapshot of its family. Part of the
@@ -22,16 +24,19 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from difflib import unified_diff
 from functools import wraps
+from itertools import chain
 from pathlib import Path
+from string import Formatter
 from types import FrameType
 
 import pytest
 
-from vexport.errors import EnvironmentFaults, InputErrors, VexportError
+from vexport.errors import EnvironmentFaults, InputErrors, VexportError, visible
 from vexport.records import Finding
+from vexport.rules import all_rules
 
 ROOT = Path(__file__).parent.parent
 SNAPSHOTS = ROOT / "tests" / "texts"
@@ -41,8 +46,15 @@ MAKERS = ("errors", "records", "rules")
 ELSEWHERE = ("gpu", "browser", "cuda_wheel")
 RECORD, CHECK, UPDATE = "--record-texts", "--check-texts", "--update-texts"
 
-# Families, and the texts of each.
-Texts = Mapping[str, frozenset[str]]
+# Largest number of texts in a snapshot that differ only in a template's facts in words.
+MOST = 8
+# A fact has words if it has at least so many.
+FEWEST_WORDS = 3
+
+# Texts for snapshots by family. The second text of a pair is the first without facts in words.
+Texts = Mapping[str, frozenset[tuple[str, str]]]
+# Texts of the files by family.
+Snapshots = Mapping[str, frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -50,7 +62,9 @@ class Produced:
     """A text that a test produced.
 
     `rule` is the id of the rule, or empty without one. `kind` is the error's class with its exit
-    code, or the finding's severity with its claim.
+    code, or the finding's severity with its claim. `pinned` and `template` are the text for a
+    snapshot, with and without facts in words. They are empty if the facts are not known, as in a
+    report that was read.
     """
 
     family: str
@@ -59,6 +73,8 @@ class Produced:
     got: str
     need: str
     do: str
+    pinned: str = ""
+    template: str = ""
 
     @property
     def comparable(self) -> str:
@@ -66,11 +82,6 @@ class Produced:
         parts = {"got": self.got, "need": self.need, "do": self.do}
         lines = [f"  {name}: {masked(text)}" for name, text in parts.items() if text]
         return "\n".join([self.kind, *lines])
-
-    @property
-    def snapshot(self) -> str:
-        """The comparable text, after the id of its rule."""
-        return f"{self.rule} {self.comparable}".strip()
 
 
 _QUOTED = r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*\""""
@@ -209,7 +220,46 @@ def produced(made: VexportError | Finding, package: str) -> Produced:
     else:
         family, kind = package, f"{type(made).__name__} (exit {made.exit_code})"
         texts = made.got, made.need, made.fix
-    return Produced(rule.partition("/")[0] or family, rule, kind, *texts)
+    made_text = Produced(rule.partition("/")[0] or family, rule, kind, *texts)
+    return replace(made_text, **pinned(made_text, made.facts))
+
+
+def pinned(made: Produced, facts: Mapping[str, object]) -> Mapping[str, str]:
+    """Return the text for a snapshot, with and without facts in words."""
+    rule = all_rules().get(made.rule)
+    if rule is None or not rule.facts <= facts.keys():
+        return {}
+    sentences = rule.sentences(facts)
+    words = {name: text for name in rule.facts if (text := in_words(facts[name]))}
+    texts: dict[str, str] = {}
+    for name, shown in (("pinned", words), ("template", dict.fromkeys(words, "..."))):
+        parts = []
+        for part in ("got", "need", "do"):
+            text = getattr(made, part)
+            is_rules = text == getattr(sentences, part)
+            text = outlined(getattr(rule, part), shown) if is_rules else masked(text)
+            parts += [f"  {part}: {text}"] if text else []
+        texts[name] = "\n".join([f"{made.rule} {made.kind}", *parts])
+    return texts
+
+
+def in_words(fact: object) -> str:
+    """Return the comparable words of a fact, or "" if it is a value, a name or a list of names."""
+    texts = fact if isinstance(fact, list | tuple) else [fact]
+    words = [masked(visible(text)) for text in texts if isinstance(text, str)]
+    return ", ".join(words) if any(len(text.split()) >= FEWEST_WORDS for text in words) else ""
+
+
+def outlined(template: str, words: Mapping[str, str]) -> str:
+    """Return the template with the facts that are words."""
+    text = ""
+    for literal, name, spec, conversion in Formatter().parse(template):
+        text += literal
+        if name is not None:
+            ending = (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+            shown = words.get(name, "") if not conversion else ""
+            text += f"<{shown}>" if shown else f"{{{name}{ending}}}"
+    return text
 
 
 def parts_of(text: Produced) -> tuple[str, ...]:
@@ -219,9 +269,10 @@ def parts_of(text: Produced) -> tuple[str, ...]:
 
 
 def texts_of(produced: Iterable[Produced]) -> Texts:
-    texts: dict[str, set[str]] = {}
+    texts: dict[str, set[tuple[str, str]]] = {}
     for each in produced:
-        texts.setdefault(each.family, set()).add(each.snapshot)
+        if each.pinned:
+            texts.setdefault(each.family, set()).add((each.pinned, each.template))
     return {family: frozenset(found) for family, found in texts.items()}
 
 
@@ -238,7 +289,7 @@ def read_record(path: Path) -> dict[str, str]:
     return {row.comparable: row.family for row in rows}
 
 
-def read_snapshots() -> Texts:
+def read_snapshots() -> Snapshots:
     files = SNAPSHOTS.glob("*.txt")
     return {file.stem: frozenset(file.read_text().strip().split("\n\n")) for file in files}
 
@@ -250,20 +301,35 @@ def update_snapshots(texts: Texts, *, is_whole: bool) -> None:
     if is_whole:
         for file in SNAPSHOTS.glob("*.txt"):
             file.unlink()
-    for family in before.keys() | texts.keys():
-        found = before.get(family, frozenset()) | texts.get(family, frozenset())
-        (SNAPSHOTS / f"{family}.txt").write_text("\n\n".join(sorted(found)) + "\n")
+    for family, found in texts.items():
+        known = before.get(family, frozenset())
+        snapshot = sorted(known | snapshot_of(unknown(found, known)))
+        (SNAPSHOTS / f"{family}.txt").write_text("\n\n".join(snapshot) + "\n")
 
 
-def new_texts(known: Texts, found: Texts) -> Iterator[str]:
+def snapshot_of(found: Iterable[tuple[str, str]]) -> frozenset[str]:
+    """Return the texts, or the template of texts that are too many."""
+    texts: dict[str, set[str]] = {}
+    for text, template in found:
+        texts.setdefault(template, set()).add(text)
+    kept = ({template} if len(each) > MOST else each for template, each in texts.items())
+    return frozenset(chain.from_iterable(kept))
+
+
+def unknown(found: Iterable[tuple[str, str]], known: frozenset[str]) -> set[tuple[str, str]]:
+    return {texts for texts in found if known.isdisjoint(texts)}
+
+
+def new_texts(known: Snapshots, found: Texts) -> Iterator[str]:
     """Yield the lines of a diff for each family with texts that are not known."""
     for family in sorted(found):
         before = known.get(family, frozenset())
-        old, both = lines_of(before), lines_of(before | found[family])
-        diff = list(unified_diff(old, both, lineterm="", n=1))[2:]
-        if diff:
+        new = snapshot_of(unknown(found[family], before))
+        if new:
             yield f"== {family}"
-            yield from diff
+            yield from list(
+                unified_diff(lines_of(before), lines_of(before | new), lineterm="", n=1)
+            )[2:]
 
 
 def lines_of(texts: Iterable[str]) -> list[str]:
