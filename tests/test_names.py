@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from vexport.errors import InputError
+from tests.texts import breaks
 from vexport.names import (
     ACCEPTED_KEY,
     AcceptedFile,
@@ -16,6 +16,7 @@ from vexport.names import (
     user_path,
     user_text,
 )
+from vexport.rules import usage
 
 RESULTS = "results_2026-01-01T00-00-00.000000.json"
 
@@ -53,8 +54,10 @@ def test_home_folder(here: Path) -> None:
     assert parse_source("~/model") == Folder("~/model", here / "home" / "model")
     (here / "~model").mkdir()
     assert user_path("~model") == Path("~model")
-    with pytest.raises(InputError, match="no such user"):
-        parse_source("~nobody-here/model")
+    with breaks(usage.NO_USER):
+        user_path("~nobody-here/model")
+    missing = Folder("~nobody-here/model", Path("~nobody-here/model"))
+    assert parse_source("~nobody-here/model") == parse_model("~nobody-here/model") == missing
 
 
 def test_results_and_accepted_files(here: Path) -> None:
@@ -92,7 +95,7 @@ def test_title_and_file_name(
 
 
 def test_empty_name_is_refused() -> None:
-    with pytest.raises(InputError, match="no text"):
+    with breaks(usage.NAME):
         parse_model("")
 
 

@@ -18,6 +18,8 @@ from threading import Lock
 from typing import NoReturn
 
 from vexport.errors import EnvironmentFault, InputError, VexportError, visible
+from vexport.rules import file as rules
+from vexport.rules.environment import MAPPED_FILE
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _SIGNAL = ctypes.CDLL(None).signal
@@ -61,16 +63,6 @@ def _problem() -> VexportError:
     for file, size in _sizes.items():
         with suppress(OSError):
             if file.stat().st_size < size:
-                return InputError(
-                    str(file),
-                    got=f"a file that became shorter than {size:,} bytes while it was read",
-                    need="a file that does not change while it is read",
-                    fix="run the command again while no other process writes to the file",
-                )
-    return EnvironmentFault(
-        "vexport",
-        got="a part of a mapped file cannot be read: the disk failed, or another program wrote to "
-        "the file",
-        need="",
-        fix="check the disk, and run the command again while no other process writes to the file",
-    )
+                change = f"a file that became shorter than {size:,} bytes while it was read"
+                return InputError.of(rules.CHANGED, str(file), change=change)
+    return EnvironmentFault.of(MAPPED_FILE, "vexport")

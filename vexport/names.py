@@ -7,11 +7,13 @@ A name is parsed once: by click's types, by a scenario's fields, and by the func
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from vexport.errors import InputError
+from vexport.rules import usage as rules
 
 # As in huggingface_hub/utils/_validators.py, with a git branch, tag or commit after the @.
 _HUB_NAME = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
@@ -127,13 +129,17 @@ ModelRef = SourceRef | ResultFiles | AcceptedFile
 
 
 def parse_source(name: str) -> SourceRef:
-    """Parse the name of a checkpoint. An existing folder is never a hub model."""
+    """Parse the name of a checkpoint. An existing folder is never a hub model.
+
+    In the name of a user who does not exist, `~` stays: there is no such folder.
+    """
     if not name:
-        need = "a folder or a model of the hub (ORG/NAME)"
-        raise InputError("a model's name", got="no text", need=need, fix="write the name")
+        raise InputError.of(rules.NAME, "a model's name", value=name)
     if name.startswith(_ADDRESSES):
         return Server(name)
-    path = user_path(name)
+    path = Path(name)
+    with suppress(InputError):
+        path = user_path(name)
     if not os.path.lexists(path):  # False also for a name that is too long
         if "://" in name:
             return Server(name)
@@ -150,7 +156,7 @@ def parse_model(name: str) -> ModelRef:
     source = parse_source(name)
     if isinstance(source, Server):
         return source
-    path = user_path(name)
+    path = source.path
     if _is_accepted(path):
         return AcceptedFile(name, path)
     if not os.path.lexists(path / "config.json") and result_files(path):
@@ -172,10 +178,7 @@ def user_path(name: str | Path) -> Path:
     try:
         return path.expanduser()
     except RuntimeError:
-        need = "the name of a user on this machine"
-        raise InputError(
-            str(name), got="no such user", need=need, fix="write the full path"
-        ) from None
+        raise InputError.of(rules.NO_USER, str(name)) from None
 
 
 def user_text(name: str) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import ROOT
+from tests.command import ROOT, vexport
+from tests.texts import assert_contains
 
 TASK = ROOT / "scenarios" / "demo" / "tasks" / "addition.yaml"
 RULES = "rules: [{match: Linear, scheme: FP8_DYNAMIC}]\n"
@@ -73,6 +74,7 @@ READING_TEXT = [
 SCRIPT = """
 import json, sys
 from tests.command import vexport
+from tests.texts import assert_contains
 answers = []
 for words in json.loads(sys.argv[1]):
     ran = vexport(*words)
@@ -149,3 +151,11 @@ def test_each_missing_path_is_named(answers: dict[str, list[object]]) -> None:
     errors = answers["verdict gone gone"][1]
     assert isinstance(errors, list)
     assert len(errors) == 1, "the same path twice"
+
+
+def test_unknown_user_fails_one_row(llama: Path) -> None:
+    ran = vexport("check", "~nosuch/x", llama, "--static", "--format", "json")
+    assert ran.code == 2
+    assert [report["ok"] for report in json.loads(ran.stdout)] == [False, True]
+    (line,) = ran.errors
+    assert_contains(line, "~nosuch/x", "checkpoint/no-folder")

@@ -18,16 +18,16 @@ from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT
     [
         ("--task t", ["--baseline SOURCE", "--against FILE"]),
         ("--task t --baseline b --against a.json", ["--baseline SOURCE", "--against FILE"]),
-        ("--task t --against a.json --kl-limit 0.2", ["--kl-limit", "need --baseline"]),
-        ("--task t --accept a.json --nll-limit 0.2", ["--nll-limit need --baseline"]),
+        ("--task t --against a.json --kl-limit 0.2", ["--kl-limit", "without --baseline"]),
+        ("--task t --accept a.json --nll-limit 0.2", ["--nll-limit", "without --baseline"]),
         ("--task t --baseline b --kl-limit 0", ["Invalid value for '--kl-limit'"]),
         ("--task t --baseline b --gate gsm8k=", ["[TASK=]METRIC", "FILTER]"]),
         ("--task t --baseline b --gate acc --gate f1", ["given twice"]),
         ("--baseline b", ["--task NAME_OR_YAML", "--text DATA"]),
         ("--baseline b --task t --text x.txt", ["--task NAME_OR_YAML", "--text DATA"]),
-        ("--baseline b --task t --text-rows 9", ["--text-rows", "need --text"]),
-        ("--against a.json --text x.txt", ["--text needs --baseline SOURCE alone"]),
-        ("--baseline b --accept a.json --text x.txt", ["--text needs --baseline SOURCE alone"]),
+        ("--baseline b --task t --text-rows 9", ["--text-rows", "without --text"]),
+        ("--against a.json --text x.txt", ["--text: need --baseline SOURCE alone"]),
+        ("--baseline b --accept a.json --text x.txt", ["--text: need --baseline SOURCE alone"]),
     ],
 )
 def test_conflicting_options_are_refused(

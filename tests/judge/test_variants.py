@@ -330,7 +330,7 @@ def test_invalid_usage_is_refused(options: tuple[str, ...], message: str, tmp_pa
 def test_server_and_missing_checkpoint_are_refused(tmp_path: Path) -> None:
     task = DEMO / "tasks" / "facts.yaml"
     settings = ("--serve", "{}", "--serve", "max_num_seqs=2", "--task", task)
-    for name, message in (("http://a:1/v1", "address of a server"), (tmp_path / "no", "no such")):
+    for name, message in (("http://a:1/v1", "checkpoint/server"), (tmp_path / "no", "no such")):
         ran = vexport("compare", name, *settings, "--run-dir", tmp_path / "run")
         assert ran.code == 2
         assert message in ran.errors[0]

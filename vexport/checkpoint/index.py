@@ -21,6 +21,7 @@ from vexport.records.values import json_type
 from vexport.rules import checkpoint as rules
 from vexport.rules import shards
 from vexport.rules.book import Rule
+from vexport.rules.file import CHANGED
 from vexport.words import clip
 
 # Longest header that safetensors accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
@@ -277,11 +278,9 @@ def require_unchanged(index: SourceIndex) -> Iterator[None]:
             )
 
 
-def changed_file_error(file: Path, got: str) -> InputError:
+def changed_file_error(file: Path, change: str) -> InputError:
     """Return the error for a file that has changed since its header was read."""
-    need = "a file that does not change while it is read"
-    fix = "run the command again while no other process writes to the file; no output was written"
-    return InputError(str(file), got=got, need=need, fix=fix)
+    return InputError.of(CHANGED, str(file), change=change)
 
 
 def folder_digest(root: Path) -> str:

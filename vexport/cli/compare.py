@@ -52,10 +52,12 @@ from vexport.cli.settings import (
     setting_option,
     setting_options,
 )
-from vexport.errors import CheckpointFailed, VexportError
+from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.errors.extras import raise_problems
 from vexport.names import SourceRef, parse_source
 from vexport.rules import conclusion
+from vexport.rules import usage as rules
+from vexport.words import listed
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -241,26 +243,24 @@ def _require_no_options_of_variants(
     schemes: tuple[str, ...], interpreters: Interpreters, output: OutputOptions
 ) -> None:
     if not schemes:
-        raise click.UsageError("--schemes: name at least one scheme.")
+        raise InputError.of(rules.REQUIRED, "--schemes", needed="at least one scheme")
     if given("serve"):
-        raise click.UsageError(
-            "--schemes quantizes a model, and --serve serves a checkpoint: give one of the two."
-        )
+        remedy = "remove one of the two: --schemes quantizes a model, --serve serves a checkpoint"
+        raise InputError.of(rules.EXCLUDED, "--serve", other="--schemes", remedy=remedy)
     others = option_names("evaluate", "serve")
     if given("chat_template"):
         others.append("--chat-template")
     if click.get_current_context().params["engine_args"]:
         others.append("--engine-arg")
     if others:
-        raise click.UsageError(
-            f"{', '.join(others)}: with --schemes, tasks and settings come from --scenario FILE."
-        )
+        remedy = "set tasks and settings in --scenario FILE"
+        raise InputError.of(rules.EXCLUDED, ", ".join(others), other="--schemes", remedy=remedy)
     if len(interpreters.named) > 1:
-        raise click.UsageError("--schemes uses one vLLM: give --vllm-python only once.")
+        needed = "a single interpreter, because --schemes uses one vLLM"
+        raise InputError.of(rules.REQUIRED, "--vllm-python", needed=needed)
     if output.format_ not in SCHEMES_FORMATS:
-        raise click.UsageError(
-            f"--format {output.format_}: with --schemes, use {', '.join(SCHEMES_FORMATS)}."
-        )
+        formats = f"{listed(SCHEMES_FORMATS, 'or')} with --schemes"
+        raise InputError.of(rules.FORMAT, "--format", format=output.format_, formats=formats)
 
 
 def _compare_variants(
@@ -336,7 +336,7 @@ def _variants(
     `Interpreters.default` is not in the list, because every comparison includes it.
 
     Settings and interpreters on the command line replace the scenario's settings and interpreters.
-    Raises UsageError if there is nothing to compare.
+    Raises InputError if there is nothing to compare.
     """
     from vexport.scenario.variants import parse_setting, setting_text
 
@@ -349,22 +349,21 @@ def _variants(
         serve = serve or scenario.variants.serve
         others = others or scenario.variants.vllm_python
     if not serve and not others:
-        raise click.UsageError(
-            "Give --schemes A,B,... to compare schemes, or --serve KEY=VALUE or --vllm-python PATH "
-            "to compare settings and versions of vLLM."
+        needed = (
+            "--schemes A,B,... to compare schemes, or --serve KEY=VALUE or --vllm-python PATH to "
+            "compare settings and versions of vLLM"
         )
+        raise InputError.of(rules.REQUIRED, "vexport compare", needed=needed)
     if len(serve) == 1 and not others:
-        raise click.UsageError(
-            "There is one variant and nothing to compare it with: give --serve again, such as "
-            "--serve '{}' for vLLM's defaults, or --vllm-python."
-        )
+        needed = "a second variant, such as --serve '{}' for vLLM's defaults, or --vllm-python"
+        raise InputError.of(rules.REQUIRED, "vexport compare", needed=needed)
     return serve, others
 
 
 def _evaluate(scenario: "Scenario | None") -> "Evaluate":
     """Return the settings of the evaluation: the scenario's, overridden by the command line.
 
-    Raises UsageError without tasks and text, and InputErrors if settings contradict each other.
+    Raises InputError without tasks and text, and InputErrors if settings contradict each other.
     """
     from vexport.scenario.evaluate import ModelSettings
 
@@ -375,7 +374,8 @@ def _evaluate(scenario: "Scenario | None") -> "Evaluate":
         kept = scenario.evaluate.model_dump(exclude_unset=True, exclude=models)
         keys = {**kept, **keys}
     if not (keys.get("tasks") or keys.get("text")):
-        raise click.UsageError("Give --task NAME_OR_YAML, or --text DATA in the place of tasks.")
+        needed = "--task NAME_OR_YAML, or --text DATA in the place of tasks"
+        raise InputError.of(rules.REQUIRED, "vexport compare", needed=needed)
     return evaluation_settings("compare", keys)
 
 

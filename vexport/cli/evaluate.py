@@ -42,7 +42,9 @@ from vexport.cli.prompting import (
     given_evaluation,
 )
 from vexport.cli.settings import given_settings, setting_options
+from vexport.errors import InputError
 from vexport.names import AcceptedFile, ModelRef, parse_model
+from vexport.rules import usage as rules
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -67,7 +69,7 @@ class ComparisonOptions:
 
         If `baseline` is the file of an accepted baseline, it is moved to `against`.
 
-        Raises UsageError if options of `eval` contradict each other.
+        Raises InputError if options of `eval` contradict each other.
         """
         baseline = self.baseline
         against = self.against
@@ -75,27 +77,25 @@ class ComparisonOptions:
             against = baseline.path
             baseline = None
         if baseline and against or not (baseline or against or self.accept):
-            raise click.UsageError(
-                "Give --baseline SOURCE or --against FILE, or --accept FILE alone."
-            )
+            needed = "--baseline SOURCE or --against FILE, or --accept FILE alone"
+            raise InputError.of(rules.REQUIRED, "vexport eval", needed=needed)
         if (options["kl_limit"] or options["nll_limit"]) and not baseline:
-            raise click.UsageError(
-                "--kl-limit and --nll-limit need --baseline, to compare log-probabilities with it."
-            )
+            limits = "--kl-limit and --nll-limit"
+            raise InputError.of(rules.NEEDS_OPTION, limits, other="--baseline")
         if against is None and bool(options["tasks"]) == bool(options["text"]):
-            raise click.UsageError(
-                "Give --task NAME_OR_YAML, or --text DATA in the place of tasks."
-            )
+            needed = "--task NAME_OR_YAML, or --text DATA in the place of tasks"
+            raise InputError.of(rules.REQUIRED, "vexport eval", needed=needed)
         if options["text"] is None and any(
             map(options.get, ("text_rows", "text_tokens", "speculative"))
         ):
-            raise click.UsageError("--text-rows, --text-tokens and --speculative need --text.")
+            of_text = "--text-rows, --text-tokens and --speculative"
+            raise InputError.of(rules.NEEDS_OPTION, of_text, other="--text")
         if options["text"] and (baseline is None or self.accept):
-            raise click.UsageError(
-                "--text needs --baseline SOURCE alone, without --against or --accept."
-            )
+            needed = "--baseline SOURCE alone, without --against or --accept"
+            raise InputError.of(rules.REQUIRED, "--text", needed=needed)
         if len(options["checkpoints"]) > 1 and self.accept:
-            raise click.UsageError("--accept stores the scores of one model: give one CHECKPOINT.")
+            needed = "a single CHECKPOINT, because it stores the scores of one model"
+            raise InputError.of(rules.REQUIRED, "--accept", needed=needed)
         return replace(self, baseline=baseline, against=against)
 
 

@@ -20,10 +20,11 @@ from vexport.cli.options import (
     overwrite_run_option,
     speculative_option,
 )
-from vexport.errors import VexportError
+from vexport.errors import InputError, VexportError
 from vexport.errors.extras import raise_problems
 from vexport.names import SourceRef, parse_source
 from vexport.records import EngineMode
+from vexport.rules import usage as rules
 
 if TYPE_CHECKING:
     from vexport.formats.gpus import Card
@@ -126,7 +127,7 @@ def load(
         print_text(render_startup_log(_read_log(log), output.format_, width=text_width()))
         return
     if not checkpoints:
-        raise click.UsageError("Missing argument 'CHECKPOINT...'.")
+        raise InputError.of(rules.REQUIRED, "vexport load", needed="a CHECKPOINT, or --log FILE")
     _require_consistent(dry, mode, session)
     _require_run_dir(dry, run_dir, overwrite)
     sizes = tp if tp and given("tp") and not dry else (None,)
@@ -171,25 +172,23 @@ def _read_log(log: Path) -> "StartupLog":
 
 def _require_log_alone(checkpoints: tuple[SourceRef, ...], dry: bool) -> None:
     if checkpoints or dry:
-        raise click.UsageError(
-            "--log reports what a log states. It takes no CHECKPOINT and no --dry."
-        )
+        other, remedy = "CHECKPOINT or --dry", "remove them: --log reports what a log states"
+        raise InputError.of(rules.EXCLUDED, "--log", other=other, remedy=remedy)
 
 
 def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
     for parameter, name in (("sm", "--sm"), ("cards", "--gpu"), ("speculative", "--speculative")):
         if not dry and given(parameter):
-            raise click.UsageError(
-                f"{name} needs --dry. A real load uses the devices of this machine, without drafts."
-            )
+            raise InputError.of(rules.NEEDS_OPTION, name, other="--dry")
     if dry and (session.canaries is not None or mode != "eager"):
-        raise click.UsageError("--canaries and --mode need an engine, and --dry starts none.")
+        remedy = "remove --dry, which starts no engine"
+        raise InputError.of(rules.EXCLUDED, "--canaries and --mode", other="--dry", remedy=remedy)
     for name in _NOT_DRY.keys() & session.engine_args.keys() if dry else ():
-        raise click.UsageError(f"--engine-arg {name} cannot be used with --dry: {_NOT_DRY[name]}.")
+        where = f"--engine-arg {name}"
+        raise InputError.of(rules.EXCLUDED, where, other="--dry", remedy=_NOT_DRY[name])
     if "enforce_eager" in session.engine_args:
-        raise click.UsageError(
-            "--engine-arg enforce_eager has the same meaning as --mode: use --mode."
-        )
+        needed = "--mode in its place, which has the same meaning"
+        raise InputError.of(rules.REQUIRED, "--engine-arg enforce_eager", needed=needed)
 
 
 def _pages(run_dir: Path | None) -> list[Path]:
@@ -201,8 +200,7 @@ def _pages(run_dir: Path | None) -> list[Path]:
 
 def _require_run_dir(dry: bool, run_dir: Path | None, overwrite: bool) -> None:
     if dry and run_dir is not None:
-        raise click.UsageError("--run-dir cannot be used with --dry, which starts no engine.")
+        remedy = "remove one of the two: a dry load starts no engine"
+        raise InputError.of(rules.EXCLUDED, "--run-dir", other="--dry", remedy=remedy)
     if overwrite and run_dir is None:
-        raise click.UsageError(
-            "--overwrite needs --run-dir: without a run directory, nothing is replaced."
-        )
+        raise InputError.of(rules.NEEDS_OPTION, "--overwrite", other="--run-dir")

@@ -32,6 +32,7 @@ from vexport.cli.settings import given_settings, option_names, option_words, set
 from vexport.errors import InputError
 from vexport.names import Server, SourceRef, parse_source
 from vexport.records import OnProgress
+from vexport.rules import usage as rules
 
 if TYPE_CHECKING:
     from vexport.formats.gpus import Card
@@ -106,23 +107,20 @@ def plan(
     settings = given_settings("plan")
     gpu = _one_gpu(cards, sm)
     if every and gpu is None:
-        raise click.UsageError(
-            "--all needs --gpu or --sm: without a GPU, all schemes are always listed."
-        )
+        raise InputError.of(rules.NEEDS_OPTION, "--all", other="--gpu or --sm")
     if is_scenario(str(source)) and not isinstance(source, Server):
         if gpu is not None:
-            raise click.UsageError(
-                "--gpu and --sm cannot be used with a scenario. Set serve.compute in the scenario."
-            )
+            remedy = "set serve.compute in the scenario"
+            raise InputError.of(rules.EXCLUDED, "--gpu and --sm", other="a scenario", remedy=remedy)
         _plan_scenario(source.path, run_dir, output, trust_remote_code=trust_remote_code)
     elif run_dir:
-        raise click.UsageError(
-            "--run-dir needs a SCENARIO with `scheme: auto`, which reads the losses of a run."
-        )
+        other = "a SCENARIO with `scheme: auto`"
+        raise InputError.of(rules.NEEDS_OPTION, "--run-dir", other=other)
     elif "scheme" in settings or "recipe" in settings:
         _plan_rules(source, output, gpu, trust_remote_code=trust_remote_code)
     elif extra := option_names("calibration"):
-        raise click.UsageError(f"{', '.join(extra)}: calibration text needs --scheme or --recipe.")
+        other = "--scheme or --recipe"
+        raise InputError.of(rules.NEEDS_OPTION, ", ".join(extra), other=other)
     else:
         _compare_schemes(source, output, gpu, every=every)
 
@@ -130,11 +128,11 @@ def plan(
 def _one_gpu(cards: "Sequence[Card] | None", sm: Sequence[int] | None) -> "Card | int | None":
     """Return the GPU of --gpu or the compute capability of --sm, or None without both.
 
-    Raises UsageError if there are several.
+    Raises InputError if there are several.
     """
     given: list[Card | int] = [*(cards or ()), *(sm or ())]
     if len(given) > 1:
-        raise click.UsageError("Give one GPU only: one name to --gpu, or one number to --sm.")
+        raise InputError.of(rules.ONE_GPU, "--gpu and --sm", count=len(given))
     return given[0] if given else None
 
 
@@ -143,7 +141,7 @@ def _plan_scenario(
 ) -> None:
     """Print the plan of a scenario, the documents that its evaluation needs, and the next command.
 
-    Raises UsageError if options repeat settings of the scenario.
+    Raises InputError if options repeat settings of the scenario.
     """
     from vexport.api import plan as api_plan
     from vexport.outputs.replaceable import NamedPath
@@ -154,9 +152,8 @@ def _plan_scenario(
     folder = NamedPath(label="--run-dir", path=run_dir or scenario.run_dir)
     require_apart(click.get_current_context(), [folder, *scenario_inputs(scenario, file)])
     if extra := option_names("plan", "calibration"):
-        raise click.UsageError(
-            f"{', '.join(extra)} cannot be used with a scenario. Set it in the scenario instead."
-        )
+        remedy = "set it in the scenario"
+        raise InputError.of(rules.EXCLUDED, ", ".join(extra), other="a scenario", remedy=remedy)
     with progress_display(quiet=output.quiet) as on_progress:
         plan = api_plan(
             file,

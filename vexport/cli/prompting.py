@@ -14,10 +14,12 @@ import click
 from vexport.cli.arguments import parse_json
 from vexport.cli.options import FOLDER, option
 from vexport.cli.settings import Syntax, given_settings
+from vexport.errors import InputError
 from vexport.names import parse_source, user_text
 from vexport.records import BatchSize, Scalar
 from vexport.records.chosen_metric import CHOSEN_METRIC_NEED, parse_chosen_metric
 from vexport.records.margin import EVERY_TASK, MarginSetting, MarginValue, parse_margin
+from vexport.rules import usage as rules
 
 if TYPE_CHECKING:
     from vexport.scenario import Evaluate
@@ -156,9 +158,8 @@ def given_evaluation() -> dict[str, object]:
     options = click.get_current_context().params
     if options["chat_template"]:
         if options["apply_chat_template"] is False:
-            raise click.UsageError(
-                "--chat-template names a template, --no-apply-chat-template applies none."
-            )
+            other, remedy = "--no-apply-chat-template", "remove one of the two"
+            raise InputError.of(rules.EXCLUDED, "--chat-template", other=other, remedy=remedy)
         keys["apply_chat_template"] = options["chat_template"]
     return keys
 

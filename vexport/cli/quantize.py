@@ -19,28 +19,30 @@ from vexport.cli.options import (
     overwrite_out_option,
     trust_option,
 )
-from vexport.cli.settings import Syntax, given_settings, option_names, setting_options
-from vexport.errors import CheckpointFailed
+from vexport.cli.settings import Syntax, given_settings, setting_options
+from vexport.errors import CheckpointFailed, InputError
 from vexport.errors.extras import require_extra
 from vexport.names import SourceRef, parse_source
 from vexport.records import GroupSize
+from vexport.rules import usage as rules
 from vexport.words import clip
 
 
 def require_consistent(section: str) -> None:
-    """Raise UsageError unless exactly one of --scheme and --recipe is given.
+    """Raise InputError unless exactly one of --scheme and --recipe is given.
 
-    Also raise UsageError for options that contradict a recipe, such as --observer.
+    Also raise InputError for settings that contradict a recipe, such as --observer. They may be
+    from a file of defaults.
     """
     settings = given_settings(section)
     if ("scheme" in settings) == ("recipe" in settings):
-        raise click.UsageError("Give either --scheme S or --recipe FILE.yaml.")
-    of_scheme = ("--observer", "--input-observer", "--rounding", "--group-size")
-    extra = [name for name in option_names(section) if name in of_scheme]
+        needed = "either --scheme S or --recipe FILE.yaml"
+        raise InputError.of(rules.REQUIRED, f"vexport {section}", needed=needed)
+    of_scheme = ("observer", "input_observer", "rounding", "group_size")
+    extra = [f"--{key.replace('_', '-')}" for key in of_scheme if key in settings]
     if "recipe" in settings and extra:
-        raise click.UsageError(
-            f"{', '.join(extra)} cannot be used with --recipe. Set it in the recipe instead."
-        )
+        remedy = "set it in the recipe"
+        raise InputError.of(rules.EXCLUDED, ", ".join(extra), other="--recipe", remedy=remedy)
 
 
 def _group_size(text: str) -> GroupSize:

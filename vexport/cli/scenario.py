@@ -33,6 +33,7 @@ from vexport.cli.options import (
 )
 from vexport.errors import InputError, VexportError, first_line
 from vexport.errors.extras import attempt, install_fix, is_installed, raise_problems
+from vexport.rules import usage
 from vexport.rules.scenario import REPORT
 
 if TYPE_CHECKING:
@@ -137,10 +138,11 @@ def report(run_dirs: tuple[Path, ...], history: bool, output: OutputOptions) -> 
       vexport report baselines/accepted.json runs/night-* -o history.html
     """
     if not run_dirs:
-        raise click.UsageError(
-            "Missing argument 'RUN_DIR...': give the folder of a finished run, such as runs/NAME. "
-            "`vexport run` and `vexport eval` write it."
+        needed = (
+            "RUN_DIR, the folder of a finished run, such as runs/NAME, which `vexport run` and "
+            "`vexport eval` write"
         )
+        raise InputError.of(usage.REQUIRED, "vexport report", needed=needed)
     if len(run_dirs) == 1 and not history and not run_dirs[0].is_file():
         # Comparisons import scipy, which takes a second.
         _show_one(run_dirs[0], output)

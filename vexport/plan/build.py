@@ -162,9 +162,7 @@ def require_accepted(plan: Plan) -> None:
         return
     first, *rest = plan.refusals
     more = f" ({plural(len(rest), 'more refusal')}, see `vexport plan`)" if rest else ""
-    raise InputError(
-        first.where, got=first.got, need=first.expected, fix=first.fix + more, rule=first.rule
-    )
+    raise first.error(InputError, first.where).moved(first.where, fix=first.fix + more)
 
 
 def _fit_groups(

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from vexport.errors import InputError
+from vexport.rules import rules
 from vexport.words import clip
 
 # Time limit for rendering a conversation with a chat template. Real templates take milliseconds.
@@ -128,11 +129,9 @@ class Patterns(tuple[str, ...]):
                     if each.match(name) is not None:
                         return True
         except TimeoutError:
-            raise InputError(
-                f"the pattern {clip(REGEX + each.pattern, 120)}",
-                got=f"{MOST_SECONDS:g} s or more to match names such as {clip(name, 80)}",
-                need="a regular expression that matches quickly, or vLLM would hang on it too",
-                fix="avoid repetitions inside repetitions",
+            where = f"the pattern {clip(REGEX + each.pattern, 120)}"
+            raise InputError.of(
+                rules.SLOW_PATTERN, where, seconds=MOST_SECONDS, name=clip(name, 80)
             ) from None
         finally:
             self.seconds -= time.thread_time() - start

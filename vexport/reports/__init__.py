@@ -21,6 +21,7 @@ from vexport.reports import checkpoints
 from vexport.reports.document import Document
 from vexport.reports.findings import report_gates, verdict_gates
 from vexport.reports.renderers import markdown, text
+from vexport.rules import usage as rules
 
 if TYPE_CHECKING:
     from vexport.records import ComparedRun, History, Verdict
@@ -60,7 +61,8 @@ def _rendered(
             from vexport.reports.renderers import html
 
             return "".join(map(html.render, documents()))
-    raise InputError("--format", got=format, need="a format that this result has", fix="see --help")
+    formats = "a format that this result has"
+    raise InputError.of(rules.FORMAT, "--format", format=format, formats=formats)
 
 
 def _json(value: object) -> str:

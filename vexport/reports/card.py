@@ -25,6 +25,7 @@ from vexport.reports.formatting import (
 from vexport.reports.layers import rounding_lines
 from vexport.reports.renderers.markdown import render_parts, safe
 from vexport.reports.run_record import MadeCheckpoint, Report, Source
+from vexport.rules import results as rules
 from vexport.words import plural
 
 # Matches a name on the hub (see huggingface_hub.utils.validate_repo_id), but no absolute or nested
@@ -61,12 +62,7 @@ def render(report: Report) -> str:
 def _made(report: Report) -> MadeCheckpoint:
     """Return the checkpoint. Raise InputError for a given checkpoint, because it has no plan."""
     if report.made is None:
-        raise InputError(
-            report.name,
-            got="a report on a checkpoint that was given",
-            need="a run that made its checkpoint, as a model card requires",
-            fix="choose another --format, or report on a run of `vexport run`",
-        )
+        raise InputError.of(rules.GIVEN_CHECKPOINT, report.name)
     return report.made
 
 

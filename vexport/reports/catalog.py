@@ -16,6 +16,7 @@ from vexport.records.calibration import SUMMARIES
 from vexport.records.observer_names import OBSERVERS
 from vexport.reports import document as doc
 from vexport.reports.renderers.text import WIDTH, render
+from vexport.rules import usage
 
 Rows = Sequence[Mapping[str, str]]
 
@@ -194,12 +195,8 @@ def find_section(name: str) -> ReferenceSection:
     section = by_name.get(_fold(name))
     if section is None:
         known_names = [known for section in all_sections() for known in section.names]
-        raise InputError(
-            f"explain {name!r}",
-            got="an unknown name",
-            need="a scheme, observer, rounding, check, rule, page or section",
-            fix=f"run `vexport explain` to list them{scheme_hint(name, known_names)}",
-        )
+        hint = scheme_hint(name, known_names)
+        raise InputError.of(usage.UNKNOWN_NAME, f"explain {name!r}", hint=hint)
     return section
 
 

@@ -15,6 +15,12 @@ MEMORY = Rule(
     got="out of memory",
     do="free memory, or use a machine with more of it",
 )
+MAPPED_FILE = Rule(
+    "environment/mapped-file",
+    got="a part of a mapped file cannot be read: the disk failed, or another program wrote to the "
+    "file",
+    do="check the disk, and run the command again while no other process writes to the file",
+)
 DISK_FULL = Rule("environment/disk-full", got="the disk is full ({message})", do=FREE_SPACE)
 MISMATCHED_PACKAGE = Rule(
     "environment/mismatched-package",

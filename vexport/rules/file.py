@@ -19,6 +19,12 @@ LFS_POINTER = Rule(
     need="the file itself",
     do="run `git lfs pull`, or check out with `lfs: true`",
 )
+CHANGED = Rule(
+    "file/changed",
+    got="{change}",
+    need="a file that does not change while it is read",
+    do="run the command again while no other process writes to the file",
+)
 DEVICE = Rule("file/device", got="a pipe or a device", need="a file", do="give the path of a file")
 UNREADABLE = Rule("file/unreadable", got="{reason}", need="a file that can be read", do=_PATH)
 TOO_LARGE = Rule(

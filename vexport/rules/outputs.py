@@ -84,3 +84,20 @@ DIGEST_PATH = Rule(
     need="a path inside the checkpoint",
     do="run sha256sum in the checkpoint's folder",
 )
+
+# The run directory of a call that resumes.
+OTHER_NUMBER = Rule(
+    "outputs/other-number",
+    got="the results of {found}, but this call evaluates {given}",
+    do="choose another {option}, or {restart}",
+)
+OTHER_INPUTS = Rule(
+    "outputs/other-inputs",
+    got="an earlier run with another {changed} (stage {stage!r})",
+    do="choose another {option}, or {restart}",
+)
+CHANGED_FILES = Rule(
+    "outputs/changed-files",
+    got="files that have changed since the run wrote them, so its results are outdated",
+    do="restore them, or {restart}",
+)

@@ -2,16 +2,19 @@
 
 from vexport.rules.book import Rule
 
-_WITHOUT = "do not apply it (--no-apply-chat-template, or apply_chat_template: false in a scenario)"
+_WITHOUT = (
+    "do not apply a template (--no-apply-chat-template, or apply_chat_template: false in a "
+    "scenario)"
+)
 
 TOKENIZER = Rule(
     "prompts/tokenizer",
-    got="no tokenizer that transformers can read ({reason})",
+    got="transformers cannot read the tokenizer ({reason})",
     do="copy tokenizer.json, or other files of the tokenizer, from the source to the checkpoint",
 )
 NO_TEMPLATE = Rule(
     "prompts/no-template",
-    got="no chat template",
+    got="the model has none",
     do=f"copy chat_template.jinja from a model that has one, or {_WITHOUT}",
 )
 NO_SUCH_TEMPLATE = Rule(

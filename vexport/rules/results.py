@@ -133,3 +133,29 @@ BASELINE_MARGIN = Rule("results/baseline-margin", got="{value!r}", need="{need}"
 BASELINE_GROUP = Rule(
     "results/baseline-group", got="{tasks!r}", need="tasks of this file", do=_RESTORE
 )
+
+# Reports of runs.
+NO_REPORT = Rule(
+    "results/no-report", got="no {file}, which a finished run directory has", do="{remedy}"
+)
+NO_RUN = Rule(
+    "results/no-run",
+    got="{found}",
+    need="a run directory, its report.json, or an accepted baseline",
+    do="check the path",
+)
+TWICE = Rule(
+    "results/twice", got="the same as {other}", need="each result once", do="leave one out"
+)
+TIME = Rule(
+    "results/time",
+    got="{time!r}",
+    need="a time such as 2026-11-20T08:30:00+00:00",
+    do="restore the file, or make it again",
+)
+GIVEN_CHECKPOINT = Rule(
+    "results/given-checkpoint",
+    got="a report on a checkpoint that was given",
+    need="a run that made its checkpoint, as a model card requires",
+    do="choose another --format, or report on a run of `vexport run`",
+)

@@ -28,6 +28,12 @@ TIED_HEAD = Rule(
     "tie_word_embeddings: false in config.json (`vexport explain lm_head`)",
 )
 PATTERN = Rule("rules/pattern", got="{found}", need="{need}", do="correct the pattern")
+SLOW_PATTERN = Rule(
+    "rules/slow-pattern",
+    got="{seconds:g} s or more to match names such as {name}",
+    need="a regular expression that matches quickly, or vLLM would hang on it too",
+    do="avoid repetitions inside repetitions",
+)
 UNTRUSTED_OBSERVER = Rule(
     "rules/untrusted-observer",
     got="{observer}, whose code vexport would run",

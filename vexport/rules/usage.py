@@ -49,3 +49,26 @@ ONE_GPU = Rule(
     need="one GPU",
     do="name one GPU",
 )
+
+# Options that do not go together.
+REQUIRED = Rule("usage/required", need="{needed}", do="see --help")
+NEEDS_OPTION = Rule(
+    "usage/needs-option", got="used without {other}", do="add {other}, or remove it"
+)
+EXCLUDED = Rule("usage/excluded", got="cannot be used with {other}", do="{remedy}")
+FORMAT = Rule("usage/format", got="{format}", need="{formats}", do="choose another --format")
+TEXT_OF_RESULTS = Rule(
+    "usage/text-of-results",
+    got="lm-eval's results",
+    need="a checkpoint or an address: both models read the text",
+    do="give a checkpoint or an address instead of the results, or use --task",
+)
+
+# Names.
+NO_USER = Rule("usage/no-user", got="no such user on this machine", do="write the full path")
+UNKNOWN_NAME = Rule(
+    "usage/unknown-name",
+    got="an unknown name",
+    need="a scheme, observer, rounding, check, rule, page or section",
+    do="run `vexport explain` to list them{hint}",
+)

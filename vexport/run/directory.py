@@ -29,6 +29,8 @@ from vexport.outputs.replaceable import FolderKind, locked_folder, require_no_ot
 from vexport.records.calibration import CalibrationData, RoundingReport
 from vexport.records.values import join_limited
 from vexport.reports.run_record import Report
+from vexport.rules import outputs as rules
+from vexport.rules import results
 from vexport.scenario import Calibration
 from vexport.version import __version__
 
@@ -113,11 +115,13 @@ class RunDirectory:
             found, given = (
                 ("several checkpoints", "one") if has_several else ("one checkpoint", "several")
             )
-            raise InputError(
+            raise InputError.of(
+                rules.OTHER_NUMBER,
                 str(self.root),
-                got=f"the results of {found}, but this call evaluates {given}",
-                need="",
-                fix=f"choose another {self.option}, or {_RESTART}",
+                found=found,
+                given=given,
+                option=self.option,
+                restart=_RESTART,
             )
 
     def is_done(self, stage: str, inputs: Digests) -> bool:
@@ -132,19 +136,17 @@ class RunDirectory:
         changed = sorted(name for name in inputs if inputs[name] != record.inputs.get(name))
         if changed:
             others = join_limited(changed, " and another ", MOST_CHANGES)
-            raise InputError(
+            raise InputError.of(
+                rules.OTHER_INPUTS,
                 str(self.root),
-                got=f"an earlier run with another {others} (stage {stage!r})",
-                need="",
-                fix=f"choose another {self.option}, or {_RESTART}",
+                changed=others,
+                stage=stage,
+                option=self.option,
+                restart=_RESTART,
             )
         if record.made and record.made != folder_digest(self.root / CHECKPOINT):
-            raise InputError(
-                str(self.root / CHECKPOINT),
-                got="files that have changed since the run wrote them, so its results are outdated",
-                need="",
-                fix=f"restore them, or {_RESTART}",
-            )
+            where = str(self.root / CHECKPOINT)
+            raise InputError.of(rules.CHANGED_FILES, where, restart=_RESTART)
         return True
 
     def finish(self, stage: str, inputs: Digests, seconds: float, made: Path | None = None) -> None:
@@ -224,9 +226,7 @@ def read_report(folder: Path) -> Report:
         for pattern in ("*", f"{CANDIDATE}/*"):
             if any(folder.glob(f"{pattern}/{REPORT_FILE}")):
                 fix = f"name the runs in it: `vexport report {folder}/{pattern}`"
-        raise InputError(
-            str(folder), got=f"no {REPORT_FILE}", need="a finished run directory", fix=fix
-        )
+        raise InputError.of(results.NO_REPORT, str(folder), file=REPORT_FILE, remedy=fix)
     return from_json(Report, path)
 
 

@@ -24,6 +24,7 @@ from vexport.names import AcceptedFile, ModelRef, ResultFiles, Server
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.records import ComparedRun, Verdict
 from vexport.reports.run_record import Report
+from vexport.rules import usage as rules
 from vexport.run.checks import require_tasks_and_models
 from vexport.run.comparison import compared_run, mark_smallest
 from vexport.run.directory import KIND, logged_to, opened, portable
@@ -263,9 +264,7 @@ def _require_usable(
         if isinstance(ref, Server):
             require_address(ref.url)
     if settings.text is not None and any(isinstance(ref, ResultFiles) for ref in refs):
-        got, need = "lm-eval's results", "a checkpoint or an address: both models read the text"
-        fix = "give a checkpoint or an address instead of the results, or use --task"
-        raise InputError("--text", got=got, need=need, fix=fix)
+        raise InputError.of(rules.TEXT_OF_RESULTS, "--text")
     require_separate(_outputs(folder, accept), files)
     KIND.require_own(folder)
     require_tasks_and_models(

@@ -25,6 +25,7 @@ from vexport.records import (
     Verdict,
 )
 from vexport.reports.run_record import Report
+from vexport.rules import results as rules
 from vexport.run.comparison import compared_run
 from vexport.run.directory import REPORT_FILE, read_report
 from vexport.scores.readers.accepted import Accepted, describe_accepted, is_accepted, read_accepted
@@ -33,7 +34,6 @@ from vexport.words import clip
 
 _VLLM = "vllm"
 _REPORT_KIND = "vexport.report/"
-_NEED = "a run directory, its report.json, or an accepted baseline"
 _SHORT = 8
 _LONGEST = 60
 _ACCEPTED = "accepted baseline"
@@ -99,7 +99,7 @@ def read_result(path: Path) -> Result:
     schema = read_json_object(path).get("schema")
     if not isinstance(schema, str) or not schema.startswith(_REPORT_KIND):
         got = f"a file with the schema {schema}" if schema else "another file"
-        raise InputError(str(path), got=got, need=_NEED, fix="check the path")
+        raise InputError.of(rules.NO_RUN, str(path), found=got)
     return RunResult(name=str(path), folder=path.parent, report=from_json(Report, path))
 
 
@@ -115,10 +115,7 @@ def without_repetitions(results: Sequence[Result]) -> tuple[list[Result], list[I
         if same is None:
             kept.append(result)
             continue
-        need = "each result once"
-        problems.append(
-            InputError(result.name, got=f"the same as {same.name}", need=need, fix="leave one out")
-        )
+        problems.append(InputError.of(rules.TWICE, result.name, other=same.name))
     return kept, problems
 
 
@@ -409,9 +406,7 @@ def _time(text: str, where: str) -> str:
     try:
         time = datetime.fromisoformat(text)
     except ValueError:
-        fix = "restore the file, or make it again"
-        need = "a time such as 2026-11-20T08:30:00+00:00"
-        raise InputError(where, got=text or "no time", need=need, fix=fix) from None
+        raise InputError.of(rules.TIME, where, time=text) from None
     return (
         (time if time.tzinfo else time.replace(tzinfo=UTC))
         .astimezone(UTC)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vexport.checkpoint.source import resolve_source
+from vexport.checkpoint.source import not_served_here, resolve_source
 from vexport.engine.session import require_vllm
-from vexport.errors import EnvironmentFault, InputError
+from vexport.errors import EnvironmentFault
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.names import Server, SourceRef
 from vexport.outputs.replaceable import NamedPath, require_separate
@@ -94,12 +94,7 @@ def _require_usable(
     downloads: bool,
 ) -> None:
     if isinstance(checkpoint, Server):
-        raise InputError(
-            str(checkpoint),
-            got="the address of a server, whose settings cannot be changed from here",
-            need="a checkpoint that vLLM serves on this machine",
-            fix="give a folder or ORG/NAME, or compare two servers with `vexport eval`",
-        )
+        raise not_served_here(checkpoint)
     inputs = [NamedPath(label="CHECKPOINT", path=checkpoint.path)]
     require_separate(outputs, [*inputs, *evaluation_inputs(settings, "--task")])
     KIND.require_own(outputs[0].path)
