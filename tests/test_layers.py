@@ -39,6 +39,7 @@ LATE_IMPORTS = {
     "checks": ("vexport",),
     "calibration": (
         *("compressed_tensors", "datasets", "huggingface_hub", "pandas", "pyarrow", "transformers"),
+        *("PIL", "torch"),
     ),
     "cli": ("rich", "vexport"),
     "plan": ("vexport",),

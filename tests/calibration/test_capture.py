@@ -23,7 +23,7 @@ from vexport.calibration.model import HiddenStates
 
 def capture_calls(family: str, lengths: list[int]) -> list[list[LayerCall]]:
     model = AutoModelForCausalLM.from_config(configs()[family], dtype=torch.bfloat16).eval()
-    batches = batches_of(samples(lengths))
+    batches = [(ids, dict[str, torch.Tensor]()) for ids in batches_of(samples(lengths))]
     with torch.no_grad():
         return capture_layer_calls(
             model, "model.layers", model.model.layers, batches, HiddenStates()

@@ -71,7 +71,9 @@ def test_operations_between_layers_are_refused(llama: Path) -> None:
     layers = model.model.layers
     layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
     with torch.no_grad(), assert_raises(InputError, "model.layers.1:", "input", "output"):
-        capture_layer_calls(model, "model.layers", layers, [torch.tensor([[1, 2]])], HiddenStates())
+        capture_layer_calls(
+            model, "model.layers", layers, [(torch.tensor([[1, 2]]), {})], HiddenStates()
+        )
     assert "forward" not in vars(layers[0])
 
 

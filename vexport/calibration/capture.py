@@ -11,8 +11,8 @@ attention are computed in float32.
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +28,8 @@ from vexport.rules import calibration as rules
 
 # Number of recent tensors with which `Interner` compares a new tensor, to store equal tensors once.
 RECENT_TENSORS = 16
+# Tensors with at least this many bytes are stored like hidden states, for batches with pictures.
+LARGE_BYTES = 1 << 16
 
 Forward = Callable[..., object]
 # The elements of a layer's output tuple after the hidden states. None if the layer returns only the
@@ -37,20 +39,70 @@ OutputRest = tuple[object, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """Arguments of a decoder layer for a batch, without the hidden states."""
+    """Arguments of a decoder layer for a batch, without the hidden states.
+
+    `added` is what the model adds to the hidden states in front of the layer, as some models do for
+    pictures (Qwen3-VL's deepstack).
+    """
 
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
+    added: "Addition | None" = None
 
     def run(self, layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """Run the layer and return its new hidden states.
 
         The layer may return a tensor or a tuple.
         """
-        output = layer(hidden, *self.args, **self.kwargs)
+        if self.added is not None:
+            hidden = self.added.to(hidden)
+        args = (_loaded(value, hidden.device) for value in self.args)
+        kwargs = {name: _loaded(value, hidden.device) for name, value in self.kwargs.items()}
+        output = layer(hidden, *args, **kwargs)
         states = output[0] if isinstance(output, tuple) else output
         assert isinstance(states, torch.Tensor)
         return states
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor that waits in `values` in the place `index`."""
+
+    values: HiddenStates
+    index: int
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the tensor on a device."""
+        return self.values[self.index].to(device, non_blocking=True)
+
+
+def _loaded(value: object, device: torch.device) -> object:
+    if isinstance(value, Stored):
+        return value.on(device)
+    return tuple(_loaded(item, device) for item in value) if type(value) is tuple else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """Values that a model adds to the hidden states of some tokens of a batch."""
+
+    tokens: torch.Tensor
+    values: Stored
+
+    @classmethod
+    def of(cls, difference: torch.Tensor, values: HiddenStates) -> "Addition | None":
+        """Store the tokens of a difference (1, tokens, channels) that are not zero in `values`."""
+        tokens = difference[0].any(-1).nonzero()[:, 0]
+        if not len(tokens):
+            return None
+        values.append(difference[:, tokens])
+        return cls(tokens=tokens, values=Stored(values, len(values) - 1))
+
+    def to(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states with the values added, as a copy."""
+        added = hidden.clone()
+        added[:, self.tokens] += self.values.on(hidden.device)
+        return added
 
 
 def layer_output(states: torch.Tensor, rest: OutputRest) -> object:
@@ -82,6 +134,10 @@ class Recorder:
 
     In the first batch, the first layer really runs, because its output is needed for `rest`: the
     elements of the output tuple after the hidden states.
+
+    For a batch with pictures, zeros are passed instead of the hidden states. The input of the next
+    layer is then exactly what the model adds between the layers. Masks and positions of such a
+    batch equal no other batch's, so they are stored like hidden states.
     """
 
     def __init__(self, name: str, layers: torch.nn.ModuleList, hidden: HiddenStates) -> None:
@@ -90,11 +146,17 @@ class Recorder:
         self._hidden = hidden
         self._interner = Interner()
         self._passed: object = None
+        self._has_pictures = False
+        self._stored = HiddenStates()
+        # Large tensors of the current batch, by their ids.
+        self._large: dict[int, tuple[torch.Tensor, Stored]] = {}
         self.rest: OutputRest = None
 
-    def begin(self) -> None:
+    def begin(self, *, has_pictures: bool) -> None:
         """Prepare for a batch. Call this before each batch."""
         self._passed = None
+        self._has_pictures = has_pictures
+        self._large.clear()
 
     def record(self, number: int, forward: Forward, *args: object, **kwargs: object) -> object:
         """Record a call of a layer, in place of the layer's forward."""
@@ -107,7 +169,10 @@ class Recorder:
             raise self.unsupported_call_error(
                 number, "a layer that is not called once, in the order of the list"
             )
-        if number and states is not self._passed:
+        added = None
+        if number and self._has_pictures:
+            added = Addition.of(states, self._stored)
+        elif number and states is not self._passed:
             raise self.unsupported_call_error(
                 number, "an input that is not the output of the previous layer"
             )
@@ -116,10 +181,44 @@ class Recorder:
                 output = forward(states, *args, **kwargs)
                 self.rest = output[1:] if isinstance(output, tuple) else None
             self._hidden.append(states)
-        kept = {name: self._interner.intern(value) for name, value in kwargs.items()}
-        self.calls[number].append(LayerCall(tuple(map(self._interner.intern, args)), kept))
+        kept = {name: self._kept(value) for name, value in kwargs.items()}
+        self.calls[number].append(LayerCall(tuple(map(self._kept, args)), kept, added))
+        self._passed = torch.zeros_like(states) if self._has_pictures else states
+        return layer_output(self._passed, self.rest)
+
+    def _kept(self, value: object) -> object:
+        interned = self._interner.intern(value)
+        return self._moved(interned) if self._has_pictures else interned
+
+    def _moved(self, value: object) -> object:
+        """Return a value with its large tensors stored."""
+        if type(value) is tuple:
+            return tuple(map(self._moved, value))
+        if not isinstance(value, torch.Tensor) or value.nbytes < LARGE_BYTES:
+            return value
+        if id(value) not in self._large:
+            self._stored.append(value)
+            self._large[id(value)] = value, Stored(self._stored, len(self._stored) - 1)
+        return self._large[id(value)][1]
+
+    def verify(self, number: int, forward: Forward, *args: object, **kwargs: object) -> object:
+        """Check what the model adds between the layers, in place of a layer's forward.
+
+        The layers pass hidden states again, which must give the recorded inputs.
+        """
+        states = args[0] if args else kwargs["hidden_states"]
+        assert isinstance(states, torch.Tensor)
+        if number:
+            added = self.calls[number][-1].added
+            assert isinstance(self._passed, torch.Tensor)
+            expected = self._passed if added is None else added.to(self._passed)
+            if not torch.equal(states, expected):
+                raise self.unsupported_call_error(
+                    number,
+                    "an input that is not the sum of the previous layer's output and a tensor",
+                )
         self._passed = states
-        return layer_output(states, self.rest)
+        return layer_output(states.clone(), self.rest)
 
     def unsupported_call_error(self, number: int, got: str) -> InputError:
         """Return the error for a model whose layers calibration cannot run one after the other."""
@@ -149,25 +248,39 @@ def capture_layer_calls(
     model: transformers.PreTrainedModel,
     name: str,
     layers: torch.nn.ModuleList,
-    batches: Sequence[torch.Tensor],
+    batches: Iterable[tuple[torch.Tensor, Mapping[str, torch.Tensor]]],
     hidden: HiddenStates,
 ) -> Recorder:
     """Record the calls of each layer while the model runs each batch.
 
-    The first layer's inputs are appended to `hidden`. `batches` are token ids (samples, tokens).
-    The first layer must be loaded, the other layers need not be. Raises InputError if the model
-    does not run its layers one after the other.
+    The first layer's inputs are appended to `hidden`. `batches` are token ids (samples, tokens),
+    and the model's other inputs for batches with pictures. The first layer must be loaded, the
+    other layers need not be. Raises InputError if the model does not run its layers one after the
+    other.
     """
     recorder = Recorder(name, layers, hidden)
-    with replaced_forwards(list(layers), recorder.record):
-        for ids in batches:
-            recorder.begin()
-            model.base_model(input_ids=ids, use_cache=False)
+    decoder_calls = list[tuple[tuple[object, ...], Mapping[str, object]]]()
+
+    def keep_call(module: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        decoder_calls[:] = [(args, kwargs)]
+
+    decoder = model.get_decoder()
+    is_verified = False
+    with replaced_forwards(list(layers), recorder.record), ExitStack() as block:
+        block.callback(decoder.register_forward_pre_hook(keep_call, with_kwargs=True).remove)
+        for ids, pictures in batches:
+            recorder.begin(has_pictures=bool(pictures))
+            model.base_model(input_ids=ids, use_cache=False, **pictures)
             for number, calls in enumerate(recorder.calls):
                 if len(calls) != len(hidden):
                     raise recorder.unsupported_call_error(
                         number, "a layer that the forward does not call"
                     )
+            if not is_verified and any(calls[-1].added for calls in recorder.calls):
+                args, kwargs = decoder_calls[0]
+                with replaced_forwards(list(layers), recorder.verify):
+                    decoder(*args, **kwargs)
+                is_verified = True
     return recorder
 
 

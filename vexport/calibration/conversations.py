@@ -59,6 +59,10 @@ _MEDIA_PART = re.compile(
     r"([_-]?(url|urls|pil|embeds|path|paths|data|file|id|bytes|base64|tensor|blob))?|inline_?data|file_?data",
     re.IGNORECASE,
 )
+# The content part of a picture, as vLLM passes it to templates that read parts, and the character
+# that stands for it in text: U+FFFC, the object replacement character.
+PICTURE: Mapping[str, str] = {"type": "image"}
+PICTURE_MARK = "\ufffc"
 # Clients put this line into system prompts. vLLM removes it, because it differs in every request.
 _BILLING_HEADER = "x-anthropic-billing-header"
 # Parts of a conversation that may be missing in its text.
@@ -216,7 +220,7 @@ def _calls_and_reasoning(message: Message) -> Message:
 
 
 def _text_parts(message: Message, *, is_openai: bool) -> Iterator[Message]:
-    """Yield the parts of a message's content: texts, and references to tools by name."""
+    """Yield the parts of a message's content: texts, pictures, and references to tools by name."""
     content = message.get("content")
     for part in [content] if isinstance(content, str) else content or ():
         if isinstance(part, str):
@@ -225,6 +229,8 @@ def _text_parts(message: Message, *, is_openai: bool) -> Iterator[Message]:
             raise RowError(
                 f"a content part of type {type(part).__name__} instead of text or an object"
             )
+        elif part == PICTURE:
+            yield PICTURE
         elif part.get("type") == "tool_reference":
             yield {"type": "tool_reference", "name": part.get("name")}
         elif (text := _text_of_part(part)) is not None:
@@ -252,9 +258,13 @@ def _text_of_part(part: Message) -> str | None:
 
 
 def _join_parts(parts: Sequence[Message]) -> str:
-    return "\n".join(
-        str(part["text"] if part["type"] == "text" else part["name"]) for part in parts
-    )
+    """Return the parts as text. Pictures come first, as in vLLM."""
+    texts = [
+        str(part["text"] if part["type"] == "text" else part["name"])
+        for part in parts
+        if part is not PICTURE
+    ]
+    return "\n".join([PICTURE_MARK] * (len(parts) - len(texts)) + texts)
 
 
 def _without_billing_header(parts: Sequence[Message]) -> Iterator[Message]:

@@ -14,6 +14,7 @@ from vexport import foreign
 from vexport.calibration.conversations import (
     ARGUMENTS,
     CALLS,
+    PICTURE_MARK,
     RESULTS,
     TOOLS,
     ChatTokenizer,
@@ -24,7 +25,9 @@ from vexport.calibration.conversations import (
 )
 from vexport.calibration.file_rows import RawRow, content_of
 from vexport.calibration.folders import notes_on_folder
-from vexport.calibration.rows import Row, read_row, texts_of_turns
+from vexport.calibration.picture_rows import row_with_pictures
+from vexport.calibration.pictures import PictureProcessor, PictureSample, read_picture
+from vexport.calibration.rows import Row, parse_row, refuse_media, texts_of_turns
 from vexport.calibration.sources import raw_rows
 from vexport.calibration.splits import TEXT, data_suffix
 from vexport.checkpoint.chat_template import DEFAULT as DEFAULT_TEMPLATE
@@ -46,6 +49,8 @@ TEMPLATE_TOKENS = 32
 # Reading ends after MAX_BROKEN_ROWS broken rows, or if the first MAX_MULTIMODAL_ROWS rows all have
 # images, video or sound.
 MAX_BROKEN_ROWS, MAX_MULTIMODAL_ROWS = 10, 10_000
+# Reading also ends if the first MAX_LONG_ROWS rows all have pictures that do not fit in a sample.
+MAX_LONG_ROWS = 100
 # Maximum number of columns that a note names.
 MAX_NAMED_COLUMNS = 4
 # Number of rows that are searched for conversations.
@@ -69,6 +74,9 @@ _NOTES: Mapping[str, str] = {
     ARGUMENTS: "{rows} with tool_calls whose arguments are not a JSON object; rendered without "
     "arguments, as in vLLM",
 }
+# Faults that all their rows share in a message, and rules of rows that are skipped with a note.
+_SHARED = (rules.JSON_ROW, rules.NO_TEXT, rules.REMOTE_PICTURE, rules.PICTURE_TOKENS)
+_SKIPPED = (rules.NO_TEXT, rules.PICTURE_TOKENS)
 T = TypeVar("T")
 
 
@@ -92,8 +100,9 @@ class Samples:
     """Token ids of each sample, and the number (from 1) of the row in which it begins.
 
     `data` is the name of the data set. For samples of several data sets, `origins` has the name of
-    the data set of each sample. `notes` are sentences about skipped rows and about parts of
-    conversations that the chat template does not render.
+    the data set of each sample. If any sample has pictures, `pictures` has an entry for each
+    sample. `notes` are sentences about skipped rows and about parts of conversations that the chat
+    template does not render.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -101,11 +110,19 @@ class Samples:
     data: str = ""
     origins: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    pictures: tuple[PictureSample | None, ...] = ()
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of the token ids."""
-        return digest_bytes(json.dumps(self.token_ids).encode())
+        """Return the SHA-256 of the token ids, and of the model's inputs for pictures."""
+        content = json.dumps(self.token_ids)
+        if self.pictures:
+            content += json.dumps([sample and sample.digest for sample in self.pictures])
+        return digest_bytes(content.encode())
+
+    def pictures_of(self, position: int) -> PictureSample | None:
+        """Return the pictures of a sample, or None for a sample of text."""
+        return self.pictures[position] if self.pictures else None
 
     @property
     def tokens(self) -> int:
@@ -128,6 +145,7 @@ class Samples:
             token_ids=tuple(self.token_ids[position] for position in positions),
             rows=tuple(self.rows[position] for position in positions),
             origins=tuple(self.origins[position] for position in positions if self.origins),
+            pictures=tuple(self.pictures[position] for position in positions if self.pictures),
         )
 
     def evenly_spaced(self, number: int) -> "Samples":
@@ -143,17 +161,21 @@ def read_samples(
     *,
     vocab_size: int,
     trust_remote_code: bool = False,
+    with_pictures: bool = False,
 ) -> Samples:
     """Read at most `data.samples` samples of at most `data.seq_len` tokens.
 
     Conversations go through the chat template as in
-    vLLM's chat endpoint. Rows with images, video or sound are skipped, with a note. The samples of
+    vLLM's chat endpoint. Rows with images, video or sound are skipped, with a note. If
+    `with_pictures` is set, the checkpoint's processor prepares rows with images. The samples of
     several data sets are mixed evenly. Raises InputErrors for broken rows, and EnvironmentFault if
-    the hub cannot be reached.
+    the hub cannot be reached or a package is missing.
     """
     sources = (data,) if isinstance(data, CalibrationData) else tuple(data)
-    tokenizer = cache(partial(load_tokenizer, checkpoint, trust_remote_code=trust_remote_code))
-    readers = [_Reader(each, checkpoint, vocab_size, tokenizer) for each in sources]
+    load = partial(load_tokenizer, checkpoint, trust_remote_code=trust_remote_code)
+    prepare = partial(PictureProcessor, checkpoint, trust_remote_code=trust_remote_code)
+    tokenizer, processor = cache(load), cache(prepare) if with_pictures else None
+    readers = [_Reader(each, checkpoint, vocab_size, tokenizer, processor) for each in sources]
     samples = [reader.samples() for reader in readers]
     raise_all([error for reader in readers for error in reader.errors()])
     raise_all([reader.no_rows_error() for reader in readers if not reader.number_read])
@@ -177,6 +199,9 @@ def _mixed(parts: Sequence[Samples]) -> Samples:
         data=", ".join(f"{part.data} ({plural(len(part.rows), 'sample')})" for part in parts),
         origins=tuple(part.data for part in parts for _ in part.rows),
         notes=tuple(chain.from_iterable(part.notes for part in parts)),
+        pictures=tuple(part.pictures_of(place) for part in parts for place in range(len(part.rows)))
+        if any(part.pictures for part in parts)
+        else (),
     )
     shares = [
         ((place + 0.5) / len(part.rows), number)
@@ -195,10 +220,10 @@ def require_rows(data: CalibrationData) -> None:
     """
     if parse_data(data.name).kind != "path":
         return
-    reader = _RowReader(data)
+    reader = _RowReader(data, reads_pictures=True)
     needed = data.samples * data.seq_len if reader.packs else data.samples
     for row in reader.read():
-        needed -= _most_tokens(row) if reader.packs else 1
+        needed -= _most_tokens(row) if reader.packs and not row.pictures else 1
         if needed <= 0:
             break
     raise_all(reader.errors() if reader.number else [_no_rows_error(data.name)])
@@ -257,20 +282,22 @@ class _Tokens:
     """Token ids of a row.
 
     If rows are packed, a sample may start in the middle of this row. The tokens `start` are then
-    put in front of the sample.
+    put in front of the sample. A row with pictures is never packed.
     """
 
     number: int
     ids: Sequence[int]
     start: Sequence[int] = ()
+    pictures: PictureSample | None = None
 
 
 class _RowReader:
     """Reads the rows of a data set, and collects the errors of rows that cannot be used."""
 
-    def __init__(self, data: CalibrationData) -> None:
+    def __init__(self, data: CalibrationData, *, reads_pictures: bool = False) -> None:
         self.number = 0
         self._data = data
+        self._reads_pictures = reads_pictures
         # Places and reasons of rows with the same fault.
         self._faults = defaultdict[tuple[str, str], list[tuple[str, RowError]]](list)
         rows = raw_rows(data)
@@ -290,32 +317,49 @@ class _RowReader:
         for number, raw in enumerate(self._raw, start=1):
             self.number = number
             try:
-                yield convert(raw, read_row(content_of(raw), self._data.column))
+                yield convert(raw, self._parsed(raw))
                 continue
             except RowError as problem:
                 error = problem
             except RecursionError:
                 error = RowError("JSON nested too deeply")
             # All rows with invalid JSON share an error, and all rows with images a note.
-            is_shared = error.rule in (rules.JSON_ROW, rules.NO_TEXT)
-            kind = (error.rule.id, "" if is_shared else error.reason)
+            kind = (error.rule.id, "" if error.rule in _SHARED else error.reason)
             self._faults[kind].append((raw.place, error))
-            broken += error.rule is not rules.NO_TEXT
+            broken += error.rule not in _SKIPPED
             only_media = not broken and self.number == len(self.multimodal)
-            if broken == MAX_BROKEN_ROWS or (only_media and self.number == MAX_MULTIMODAL_ROWS):
+            only_long = not broken and self.number == len(self.long)
+            if (
+                broken == MAX_BROKEN_ROWS
+                or (only_media and self.number == MAX_MULTIMODAL_ROWS)
+                or (only_long and self.number == MAX_LONG_ROWS)
+            ):
                 return
+
+    def _parsed(self, raw: RawRow) -> Row:
+        content, column = content_of(raw), self._data.column
+        row = parse_row(content, column)
+        if self._reads_pictures and (with_pictures := row_with_pictures(content, row, column)):
+            return with_pictures
+        refuse_media(content, row, column)
+        return row
 
     @property
     def multimodal(self) -> Sequence[tuple[str, RowError]]:
-        """Return the places and errors of rows with an image, a video or sound."""
+        """Return the places and errors of skipped rows with an image, a video or sound."""
         return self._faults.get((rules.NO_TEXT.id, ""), ())
+
+    @property
+    def long(self) -> Sequence[tuple[str, RowError]]:
+        """Return the places and errors of rows with pictures that do not fit in a sample."""
+        return self._faults.get((rules.PICTURE_TOKENS.id, ""), ())
 
     def errors(self) -> list[InputError]:
         """Return an error for each fault, with the first row that has the fault."""
         return [
             InputError.of(rows[0][1].rule, _row_places(rows), reason=rows[0][1].reason)
             for rows in self._faults.values()
-            if rows is not self.multimodal
+            if rows[0][1].rule not in _SKIPPED
         ]
 
 
@@ -328,8 +372,10 @@ class _Reader(_RowReader):
         checkpoint: Path,
         vocab_size: int,
         tokenizer: Callable[[], Tokenizer],
+        processor: Callable[[], PictureProcessor] | None,
     ) -> None:
-        super().__init__(data)
+        super().__init__(data, reads_pictures=processor is not None)
+        self._load_processor = processor
         self._vocab_size = vocab_size
         self._checkpoint = checkpoint
         self._load_tokenizer = tokenizer
@@ -377,18 +423,26 @@ class _Reader(_RowReader):
         """Read the samples of the data set, as far as its rows are not broken."""
         data = self._data
         tokens = self.converted(self._tokenized)
-        rows = _packed(tokens, data) if self.packs else ((row.number, row.ids) for row in tokens)
+        rows = _packed(tokens, data) if self.packs else tokens
         samples = list(islice(rows, data.samples))
         self.number_read = len(samples)
         return Samples(
-            token_ids=tuple(tuple(ids[: data.seq_len]) for _, ids in samples),
-            rows=tuple(number for number, _ in samples),
+            token_ids=tuple(tuple(row.ids[: data.seq_len]) for row in samples),
+            rows=tuple(row.number for row in samples),
             data=data.name,
             notes=tuple(self.notes()),
+            pictures=tuple(row.pictures for row in samples)
+            if any(row.pictures for row in samples)
+            else (),
         )
 
     def no_rows_error(self) -> InputError:
         """Return the error for data without any row that calibration can use."""
+        if self.long:
+            place, needed = self.long[0]
+            return InputError.of(
+                rules.PICTURE_TOKENS, self._data.name, reason=needed.reason, place=place
+            )
         if not self.multimodal:
             return _no_rows_error(self._data.name)
         (place, what), number = self.multimodal[0], len(self.multimodal)
@@ -405,9 +459,17 @@ class _Reader(_RowReader):
         yield from notes_on_folder(self._data)
         if self.multimodal:
             (place, what), number = self.multimodal[0], len(self.multimodal)
+            used = "text and pictures" if self._reads_pictures else "only text"
             yield (
                 f"{name}: skipped {number:,} of {plural(self.number, 'row')} with images, video or "
-                f"sound (first: {what.reason!r}, {place}), because calibration uses only text"
+                f"sound (first: {what.reason!r}, {place}), because calibration uses {used}"
+            )
+        if self.long:
+            place, needed = self.long[0]
+            yield (
+                f"{name}: skipped {len(self.long):,} of {plural(self.number, 'row')} whose "
+                f"pictures do not fit in a sample of {self._data.seq_len:,} tokens (first: "
+                f"{needed.reason}, {place})"
             )
         for part, note in _NOTES.items():
             if self._omitted[part]:
@@ -422,20 +484,64 @@ class _Reader(_RowReader):
 
     def _tokenized(self, raw: RawRow, row: Row) -> _Tokens:
         self._unused.update(row.unused)
+        if row.pictures:
+            return self._with_pictures(raw, row)
         uses_text = not self._data.chat_template or self._data.name == DEFAULT
         if uses_text and row.conversation is not None and row.text is None:
             row = replace(row, text="\n\n".join(texts_of_turns(row.conversation)))
         max_tokens = self._data.seq_len * (self._data.samples if self.packs else 1)
         ids, start = self._ids(row, max_tokens, begins=not (self.packs and raw.continues_previous))
+        self._require_valid(ids)
+        end = self.tokenizer.eos_token_id if self.packs and row.ids is None else None
+        is_ended = end is None or raw.continues_previous or ids[-1] == end
+        return _Tokens(number=raw.number, ids=ids if is_ended else (*ids, end), start=start)  # type: ignore[arg-type]
+
+    def _require_valid(self, ids: Sequence[int]) -> None:
         if not ids:
             raise RowError("a row without tokens")
         smallest, largest = min(ids), max(ids)
         if smallest < 0 or largest >= self._vocab_size:
             wrong = smallest if smallest < 0 else largest
             raise RowError(f"token id {wrong} outside the vocabulary of {self._vocab_size}")
-        end = self.tokenizer.eos_token_id if self.packs and row.ids is None else None
-        is_ended = end is None or raw.continues_previous or ids[-1] == end
-        return _Tokens(number=raw.number, ids=ids if is_ended else (*ids, end), start=start)  # type: ignore[arg-type]
+
+    def _with_pictures(self, raw: RawRow, row: Row) -> _Tokens:
+        """Return the tokens of a row with pictures, with all tokens that stand for pictures.
+
+        Raises RowError if a picture cannot be used, or if the tokens of the pictures exceed the
+        length of a sample.
+        """
+        assert self._load_processor is not None
+        root = parse_data(self._data.name).path
+        root = root if root.is_dir() else root.parent
+        pictures = [
+            read_picture(picture, raw.folder, raw.folder and root) for picture in row.pictures
+        ]
+        text, is_rendered = self._text_with_marks(row)
+        ids, sample = self._load_processor().ids(
+            text, pictures, row.pictures, is_rendered=is_rendered
+        )
+        self._require_valid(ids)
+        needed = 1 + max(place for place, token in enumerate(ids) if token in self._media_ids)
+        if needed > self._data.seq_len:
+            raise RowError(f"{needed:,} tokens", rules.PICTURE_TOKENS)
+        ids = ids[: self._data.seq_len]
+        return _Tokens(number=raw.number, ids=ids, pictures=replace(sample, tokens=len(ids)))
+
+    def _text_with_marks(self, row: Row) -> tuple[str, bool]:
+        """Return the text of a row with marks for its pictures, and True if a template made it."""
+        conversation = row.conversation
+        template = None
+        if conversation is not None and self._data.chat_template:
+            template = self._template(conversation)
+        if conversation is not None and template is not None:
+            return self._rendered(conversation, template), True
+        text = row.text
+        if text is None and not self._data.chat_template and conversation is not None:
+            marks = PICTURE_MARK * len(row.pictures)
+            text = "\n\n".join([marks, *texts_of_turns(conversation)])
+        if text is None:
+            raise _no_chat_template_error(str(self._checkpoint), self._data.name)
+        return text, False
 
     def _ids(
         self, row: Row, max_tokens: int, *, begins: bool
@@ -524,14 +630,17 @@ def _media_ids(config: Mapping[str, object]) -> Iterator[int]:
             yield from (each for each in values if type(each) is int and each >= 0)
 
 
-def _packed(rows: Iterable[_Tokens], data: CalibrationData) -> Iterator[tuple[int, Sequence[int]]]:
+def _packed(rows: Iterable[_Tokens], data: CalibrationData) -> Iterator[_Tokens]:
     """Concatenate the rows and cut them into samples of `seq_len` tokens.
 
     The last sample contains the remaining tokens. Every sample starts like a served prompt: with
-    BOS, if the tokenizer adds BOS.
+    BOS, if the tokenizer adds BOS. A row with pictures is a sample of its own.
     """
     pending, number = list[int](), 0
     for row in rows:
+        if row.pictures is not None:
+            yield row
+            continue
         start = list(row.start) if len(row.start) < data.seq_len else []
         if not pending:
             number = row.number
@@ -539,11 +648,11 @@ def _packed(rows: Iterable[_Tokens], data: CalibrationData) -> Iterator[tuple[in
         else:
             pending.extend(row.ids)
         while len(pending) >= data.seq_len:
-            yield number, pending[: data.seq_len]
+            yield _Tokens(number=number, ids=pending[: data.seq_len])
             rest, number = pending[data.seq_len :], row.number
             pending = _with_start(rest, start) if rest else []
     if pending:
-        yield number, pending
+        yield _Tokens(number=number, ids=pending)
 
 
 def _with_start(ids: list[int], start: list[int]) -> list[int]:

@@ -54,13 +54,14 @@ class RawRow:
     """An unparsed row: its place for messages, its number (from 1), and its content.
 
     `content` is a line of JSON, or a parsed record. `continues_previous` is True for paragraphs of
-    a text file after the first paragraph.
+    a text file after the first paragraph. `folder` has the files that the row names.
     """
 
     place: str
     number: int
     content: bytes | object
     continues_previous: bool = False
+    folder: Path | None = None
 
 
 def rows_of_file(path: Path, split: str | None) -> Iterator[RawRow]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from vexport.calibration.conversations import (
     Conversation,
@@ -20,6 +20,9 @@ from vexport.calibration.conversations import (
 from vexport.records.values import json_type
 from vexport.rules import calibration as rules
 from vexport.words import clip
+
+if TYPE_CHECKING:
+    from vexport.calibration.picture_rows import Picture
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
 # Further columns that hold conversations. A column `text` takes precedence over them.
@@ -82,12 +85,14 @@ class Row:
 
     A conversation may also have a text, which a model without a chat template uses. `unused` names
     the columns with a value for each token that calibration does not use, such as `labels`.
+    `pictures` are set by picture_rows.py, for models that see.
     """
 
     ids: tuple[int, ...] | None = None
     conversation: Conversation | None = None
     text: str | None = None
     unused: tuple[str, ...] = ()
+    pictures: "tuple[Picture, ...]" = ()
 
     def texts(self) -> Iterator[str]:
         """Yield all strings of the row, before a chat template adds further text."""
@@ -98,7 +103,14 @@ class Row:
 
 
 def read_row(raw: object, column: str | None) -> Row:
-    """Read a JSON object or a record of a data set."""
+    """Read a JSON object or a record of a data set as text."""
+    row = parse_row(raw, column)
+    refuse_media(raw, row, column)
+    return row
+
+
+def parse_row(raw: object, column: str | None) -> Row:
+    """Read the text of a row, which may also have images, video or sound."""
     if _are_turns(raw):
         raw = {CONVERSATIONS[0]: raw}
     if not isinstance(raw, Mapping):
@@ -109,7 +121,6 @@ def read_row(raw: object, column: str | None) -> Row:
         row = _row_of_column(raw, column)
     else:
         row = _row_by_usual_keys(raw)
-    _refuse_media(raw, row, column)
     return row
 
 
@@ -449,7 +460,7 @@ def _calls_of_turn(item: Mapping[object, object]) -> list[Message]:
     return calls if all("function" in call for call in calls) else []
 
 
-def _refuse_media(raw: Mapping[object, object], row: Row, column: str | None) -> None:
+def refuse_media(raw: object, row: Row, column: str | None) -> None:
     """Raise RowError if a row has an image, a video or sound: as a column, as a content
     part or as a placeholder.
 
@@ -458,7 +469,7 @@ def _refuse_media(raw: Mapping[object, object], row: Row, column: str | None) ->
     """
     if row.ids is not None:
         return
-    key = _media_column(raw, column)
+    key = _media_column(raw, column) if isinstance(raw, Mapping) else None
     is_shown = column is None or any(map(_ANY_PLACEHOLDER.search, row.texts()))
     found = [key if is_shown else None]
     for message in row.conversation.messages if row.conversation is not None else ():
@@ -473,24 +484,33 @@ def _refuse_media(raw: Mapping[object, object], row: Row, column: str | None) ->
 
 def _media_column(raw: Mapping[object, object] | Message, column: str | None) -> str | None:
     """Return the first key with images, video or sound, except for the column of the text."""
+    return next((key for key, _ in media_columns(raw) if key != column), None)
+
+
+def media_columns(
+    raw: Mapping[object, object] | Message,
+) -> Iterator[tuple[str, object]]:
+    """Yield the keys with images, video or sound, and their values."""
     for key, value in raw.items():
-        is_named = isinstance(key, str) and key != column and _MEDIA_COLUMN.fullmatch(key)
         is_empty = value in (None, "", [], {}) or isinstance(value, bool | int | float)
-        if isinstance(key, str) and is_named and not is_empty:
-            return key
-    return None
+        if isinstance(key, str) and _MEDIA_COLUMN.fullmatch(key) and not is_empty:
+            yield key, value
 
 
 def _placeholder(text: str) -> str | None:
-    """Return the first placeholder in a turn, or None.
+    """Return the first placeholder in a turn, or None."""
+    return next((text[begin:end].strip() for begin, end in placeholders(text)), None)
+
+
+def placeholders(text: str) -> Iterator[tuple[int, int]]:
+    """Yield the begins and ends of the placeholders in a turn.
 
     An HTML tag with a closing tag is not a placeholder, except for `<img>`.
     """
     for found in _PLACEHOLDER.finditer(text):
         mark = found[0].strip()
         if f"</{mark[1:]}" not in text or mark.lower() == "<img>":
-            return mark
-    return None
+            yield found.span()
 
 
 def texts_of_turns(conversation: Conversation) -> Iterator[str]:

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -61,14 +60,15 @@ def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
 
 def _rows_of_path(path: Path, data: CalibrationData) -> Iterator[RawRow]:
     if path.is_file():
-        yield from rows_of_file(path, data.split)
+        for row in rows_of_file(path, data.split):
+            yield replace(row, folder=path.parent)
         return
     if not path.is_dir():
         raise InputError.of(rules.PIPE if path.exists() else rules.NO_DATA, data.name)
     folder = read_folder(path, data.split, data.column)
-    rows = chain.from_iterable(rows_of_file(file, data.split) for file in folder.files)
-    for number, row in enumerate(rows, start=1):
-        yield replace(row, number=number)
+    rows = ((file, row) for file in folder.files for row in rows_of_file(file, data.split))
+    for number, (file, row) in enumerate(rows, start=1):
+        yield replace(row, number=number, folder=file.parent)
 
 
 def _rows_of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
@@ -87,7 +87,8 @@ def _rows_of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
         stream = datasets.load_dataset(
             path, data.subset, split=split, revision=revision, streaming=True
         )
-        for number, record in enumerate(stream, start=1):
+        stored = stream.decode(False) if stream.features else stream  # pictures as their bytes
+        for number, record in enumerate(stored, start=1):
             yield RawRow(place=f"{name.name} row {number}", number=number, content=record)
     except GeneratorExit:
         raise

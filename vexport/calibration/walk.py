@@ -6,7 +6,7 @@ with such a value.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -32,6 +32,7 @@ from vexport.checkpoint.smoothed import reader_of
 from vexport.errors import CheckpointFailed, VexportError
 from vexport.formats.packing.base import not_finite
 from vexport.records import OnProgress, Smoothing, silent
+from vexport.records.calibration import PICTURES
 from vexport.rules import calibration as rules
 
 
@@ -180,6 +181,8 @@ class LayerWalk:
         self._steps = len(self.layers)
         self._done = 0
         self.ids = [torch.tensor([ids], device=self.device) for ids in samples.token_ids]
+        pictures = len(samples.pictures) - samples.pictures.count(None)
+        seen = self._pictures_of(samples, partial(on_progress, PICTURES), pictures)
         self._rows = samples.places
         self._report = partial(on_progress, stage)
         with (
@@ -192,10 +195,36 @@ class LayerWalk:
         ):
             self._load(0)
             hidden = HiddenStates()
-            self._captured = capture_layer_calls(
-                self.model, self.name, self.layers, self.ids, hidden
-            )
+            # Towers of pictures are outside the decoder layers.
+            around = float32_products(self.model, self.device) if pictures else nullcontext()
+            with around:
+                self._captured = capture_layer_calls(
+                    self.model, self.name, self.layers, zip(self.ids, seen, strict=True), hidden
+                )
             yield hidden
+
+    def _pictures_of(
+        self, samples: Samples, report: Callable[[int, int], object], total: int
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Yield the inputs of each row beside its token ids. Only rows with pictures have some.
+
+        Floats are in the model's dtype, as in vLLM.
+        """
+        done = 0
+        for sample in samples.pictures or [None] * len(samples.rows):
+            if sample is None:
+                yield {}
+                continue
+            report(done, total)
+            inputs = sample.inputs()
+            yield {
+                name: value.to(
+                    self.device, self.model.dtype if value.is_floating_point() else value.dtype
+                )
+                for name, value in inputs.items()
+            }
+            done += 1
+            report(done, total)
 
     def expect_steps(self, steps: int) -> None:
         """Set the number of progress steps. The default is the number of decoder layers.

@@ -56,6 +56,7 @@ EXTRAS: Mapping[str, str] = {
     "safetensors": "quantize",
     "torch": "quantize",
     "transformers": "quantize",
+    "PIL": "vision",
     "datasets": "data",
     "pyarrow": "data",
     "sacrebleu": "eval",

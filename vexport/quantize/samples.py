@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from vexport.architectures.config import vocab_size
 from vexport.calibration.data import require_rows
+from vexport.calibration.pictures import sees_pictures
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors.extras import require_extra
 from vexport.formats.plan import Plan
@@ -28,8 +29,8 @@ def calibration_samples(
 ) -> "Samples":
     """Read at most `number` samples of calibration data as token ids of the checkpoint.
 
-    They are the first rows, or random rows if the settings contain a seed. Raises InputError for
-    rows that cannot be read.
+    They are the first rows, or random rows if the settings contain a seed. Rows with pictures are
+    read if the model takes pictures. Raises InputError for rows that cannot be read.
     """
     require_extra("transformers", "calibrating")
     from vexport.calibration import read_samples
@@ -39,4 +40,5 @@ def calibration_samples(
         index.root,
         vocab_size=vocab_size(index.config, str(index.root / "config.json")),
         trust_remote_code=trust_remote_code,
+        with_pictures=sees_pictures(index.config),
     )

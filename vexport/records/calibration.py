@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 # The steps of calibration, by their names in progress reports.
+PICTURES = "encode pictures (rows)"
 GRADIENTS = "measure gradients (layers)"
 CALIBRATE = "calibrate (layers)"
 ROUND = "round weights (layers)"

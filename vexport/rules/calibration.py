@@ -126,6 +126,38 @@ NO_TEXT = Rule(
     "sound (first: {what!r}, {place})",
     do="add texts or conversations without images, video and sound",
 )
+_PICTURES = (
+    "pictures as data addresses or bytes, or as files in the folder of the data (PNG, JPEG, WebP, "
+    "GIF, BMP, TIFF)"
+)
+PICTURE = Rule("calibration/picture", got="{reason}", need=_PICTURES, do=_ROW)
+REMOTE_PICTURE = Rule(
+    "calibration/remote-picture",
+    got="{reason}",
+    need=_PICTURES,
+    do="download the pictures into the folder of the data, and name the files in the rows",
+)
+PICTURE_SIZE = Rule(
+    "calibration/picture-size",
+    got="{reason}",
+    do="scale the picture down, or remove the row",
+)
+PICTURE_TOKENS = Rule(
+    "calibration/picture-tokens",
+    got="no row whose pictures fit in a sample: the first needs {reason} ({place})",
+    do="raise --seq-len, or scale the pictures down",
+)
+PROCESSOR = Rule(
+    "calibration/processor",
+    got="no usable processor of pictures ({reason})",
+    do="add the processor's files (preprocessor_config.json) from the source model, or use text "
+    "only",
+)
+PROCESSOR_CODE = Rule(
+    "calibration/processor-code",
+    got="a processor of pictures that needs Python code from the checkpoint",
+    do=_CODE,
+)
 CHAT_TEMPLATE = Rule(
     "calibration/chat-template",
     got="a model without a chat template, but {text} has conversations",
