@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "vexport"
 # From bottom to top. A module may import from its own package and from lower layers.
 LAYERS = (
-    {"version", "words"},
+    {"caches", "version", "words"},
     {"rules"},
     {"errors"},
     {"__init__", "records"},

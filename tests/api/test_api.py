@@ -95,6 +95,7 @@ def test_import_is_light() -> None:
     others = set(dir(vexport.api)) - commands - TYPES.keys()
     assert others == {
         "compare_variants",
+        "compare_versions",
         "entries",
         "evaluate",
         "evaluate_all",
@@ -147,6 +148,7 @@ def test_functions_have_arguments_of_commands() -> None:
             if command.name == "compare":  # with --serve
                 variants = signature(vexport.api.compare_variants).parameters
                 known |= {*variants, *signature(Evaluate).parameters}
+                known |= signature(vexport.api.compare_versions).parameters.keys()
             if Engine in types:
                 known |= signature(Serve).parameters.keys()
             parameters = {parameter.name for parameter in command.params} - printed

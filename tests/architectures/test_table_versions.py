@@ -10,6 +10,7 @@ from tests.models import save_llama
 from vexport.architectures import architecture_table, resolve, version_with
 from vexport.architectures.layout_table import get_layout
 from vexport.architectures.tables import read_lines, read_table, table_versions
+from vexport.architectures.versions import parse_versions
 from vexport.engine.installed import installed_version
 from vexport.errors import InputError
 from vexport.version import PINNED
@@ -83,3 +84,28 @@ def test_version_of_other_environment(
     metadata = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {text}\n"
     (info / "METADATA").write_text(metadata)
     assert installed_version(tmp_path / "bin" / "python") == version
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("0.30..0.33", [30, 31, 32, 33]),
+        ("0.33..0.34,0.31", [31, 33]),
+        ("0.29..0.31", [30, 31]),
+        ("0.31, v0.33.0", [31, 33]),
+        ("0.30.0..0.32.0", [30, 31, 32]),
+        ("0.30.1..0.32", [31, 32]),
+        ("0.30.0..0.31.5", [30, 31]),
+        (("0.33", "0.30"), [30, 33]),
+    ],
+)
+def test_versions_of_a_range_or_a_list(text: str | tuple[str, ...], found: list[int]) -> None:
+    assert parse_versions(text) == tuple((0, minor) for minor in found)
+
+
+@pytest.mark.parametrize(
+    "text", ["0.29,0.31", "0.31", "0.31.1,0.32", "0.33..0.30", "", "..", "new", "0.30..", "0.31,"]
+)
+def test_unknown_versions(text: str) -> None:
+    with pytest.raises(ValueError, match=r"0\.30, 0\.31, 0\.32 and 0\.33"):
+        parse_versions(text)

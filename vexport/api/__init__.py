@@ -11,8 +11,8 @@ ValueError. Engines run in other processes. The command `eval` is the function `
 `list` is `entries`, because `eval` and `list` are builtins. `evaluate_all` and `load_all` take
 several checkpoints, as the commands do. `explain_all` is `explain` without a name, `plan_schemes`
 is `plan` without a scheme, `startup_log` is `load --log`, `compare_variants` is `compare --serve`,
-and `history` is `report` with several results. Notes are Python warnings, unless `on_note` receives
-them.
+`compare_versions` is `compare --versions`, and `history` is `report` with several results. Notes
+are Python warnings, unless `on_note` receives them.
 Modules are imported when their functions are used.
 """
 
@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vexport.api.checking import check
     from vexport.api.engine import Engine
-    from vexport.api.engines import compare, compare_variants, evaluate, evaluate_all, run
+    from vexport.api.engines import (
+        compare,
+        compare_variants,
+        compare_versions,
+        evaluate,
+        evaluate_all,
+        run,
+    )
     from vexport.api.loading import load, load_all, startup_log
     from vexport.api.making import quantize
     from vexport.api.planning import plan, plan_schemes
@@ -39,6 +46,7 @@ __all__ = [
     "check",
     "compare",
     "compare_variants",
+    "compare_versions",
     "entries",
     "evaluate",
     "evaluate_all",
@@ -65,7 +73,14 @@ _MODULES = {
     "vexport.api.reading": ("entries", "explain", "explain_all", "history", "report", "verdict"),
     "vexport.api.engine": ("Engine",),
     "vexport.api.loading": ("load", "load_all", "startup_log"),
-    "vexport.api.engines": ("compare", "compare_variants", "evaluate", "evaluate_all", "run"),
+    "vexport.api.engines": (
+        "compare",
+        "compare_variants",
+        "compare_versions",
+        "evaluate",
+        "evaluate_all",
+        "run",
+    ),
     "vexport.scenario": ("Calibration", "Evaluate", "Rule", "Serve"),
 }
 # Functions by command name, if the command is named like a builtin.

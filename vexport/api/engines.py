@@ -10,15 +10,22 @@ from vexport.api.common import (
     OnProblem,
     model_ref,
     named,
+    parsed,
     python_warning,
     source_ref,
 )
 from vexport.api.engine import Engine
+from vexport.architectures.versions import parse_versions
+from vexport.engine.environments import find_interpreters, require_interpreters
 from vexport.engine.installed import installed_version
+from vexport.engine.session import require_engine
+from vexport.formats.gpus import Names, parse_capabilities
+from vexport.inference.options import EngineOptions
 from vexport.judge.accepted_settings import CompletedSettings, with_accepted_settings
 from vexport.plan.source import require_trusted_scenario, with_default_text
 from vexport.records import (
     ComparedRun,
+    ComparedVersions,
     OnProgress,
     Verdict,
     silent,
@@ -28,6 +35,8 @@ from vexport.run.eval_run import Evaluations, OnJudged, evaluate_checkpoints
 from vexport.run.run import ATTRIBUTION_SECONDS, AttributionSettings
 from vexport.run.scenario_run import compare_schemes, run_scenario
 from vexport.run.variants_run import compare_variants as compare_variants_of
+from vexport.run.versions_run import VERSION_TEXT, VersionsJob
+from vexport.run.versions_run import compare_versions as compare_versions_of
 from vexport.scenario import (
     Evaluate,
     Variants,
@@ -203,6 +212,64 @@ def compare(
             raise fault
         on_problem(fault)
     return rows
+
+
+def compare_versions(
+    checkpoint: ModelName,
+    versions: str | Sequence[str],
+    folder: Name,
+    *,
+    settings: Evaluate | None = None,
+    vllm_python: Sequence[Name] = (),
+    install: bool = False,
+    bisect: bool = False,
+    sm: Names | None = None,
+    engine: Engine | None = None,
+    overwrite: bool = False,
+    on_problem: OnProblem | None = None,
+    on_progress: OnProgress = silent,
+) -> ComparedVersions:
+    """Find the first version of vLLM that refuses a checkpoint or differs.
+
+    This is `vexport compare --versions`. `versions` is a range such as "0.30..0.33", or a list. The
+    interpreter of a version is in `vllm_python`, or is `engine.vllm_python`, or is in the cache of
+    environments. With `install`, missing environments are made in the cache. With `bisect`, only
+    the versions that a binary search needs are tried. `settings` has the text to read; by default,
+    it is the text that ships with vexport. `sm` accepts the same values as in `load`. `folder`
+    becomes a run directory, and a second call resumes. `on_problem` is called for each version for
+    which the environment failed. Without it, the first of these errors is raised.
+
+    Raises:
+        EnvironmentFault: an environment is missing without `install`.
+    """
+    given = engine or Engine()
+    wanted = parsed("compare_versions: versions", parse_versions, versions)
+    capabilities = None if sm is None else parsed("compare_versions: sm", parse_capabilities, sm)
+    ref = source_ref("compare_versions: checkpoint", checkpoint)
+    pythons = [Path(python) for python in vllm_python]
+    interpreters = find_interpreters(wanted, pythons, given.vllm_python)
+    if not install:
+        require_interpreters(wanted, interpreters, str(ref))
+    require_engine(())
+    job = VersionsJob(
+        versions=wanted,
+        interpreters=interpreters,
+        text=settings or Evaluate.model_validate(VERSION_TEXT),
+        sm=capabilities,
+        bisect=bisect,
+    )
+    options = EngineOptions(
+        serve=given.serve.model_copy(update={"canaries": False}),
+        vllm_python=None,
+        trust_remote_code=given.trust_remote_code,
+        on_progress=on_progress,
+    )
+    compared = compare_versions_of(ref, job, Path(folder), options, overwrite=overwrite)
+    for fault in compared.faults:
+        if on_problem is None:
+            raise fault
+        on_problem(fault)
+    return compared.report
 
 
 def compare_variants(

@@ -3,7 +3,8 @@
 There is a file for each version in `generated/versions/` (scripts/generate_versions.py).
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -12,6 +13,7 @@ from pydantic import TypeAdapter
 from vexport.architectures import Architecture, EmbeddingLookup, architecture_table
 from vexport.architectures.tables import VERSIONS
 from vexport.version import Version, short_version
+from vexport.words import listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,42 @@ def nearest_version(version: Version) -> Version:
     """
     known = known_versions()
     return max((each for each in known if each <= version), default=known[0])
+
+
+def parse_versions(value: str | Sequence[str]) -> tuple[Version, ...]:
+    """Return the known versions of a range or a list: `0.30..0.33`, or `0.31,0.33`.
+
+    A range has the known versions between both ends, oldest first. Raises ValueError for a version
+    that is not known, and for fewer than two versions.
+    """
+    parts = value.split(",") if isinstance(value, str) else value
+    found: list[Version] = []
+    for part in parts:
+        low, dots, high = part.strip().partition("..")
+        oldest, newest = _numbers(low), _numbers(high if dots else low)
+        within = [each for each in known_versions() if _is_between(each, oldest, newest)]
+        if not within:
+            raise ValueError(f"{part.strip()!r} is not a known version{_known()}")
+        found += within
+    if len({*found}) < 2:
+        raise ValueError(f"{value!r} is a single version; name two or more{_known()}")
+    return tuple(sorted({*found}))
+
+
+def _is_between(version: Version, oldest: tuple[int, ...], newest: tuple[int, ...]) -> bool:
+    full = _numbers(facts_of(version).vllm)
+    return full[: len(oldest)] >= oldest and full[: len(newest)] <= newest
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    if re.fullmatch(r"v?[0-9]{1,9}(\.[0-9]{1,9}){1,2}", text.strip()) is None:
+        raise ValueError(f"{text!r} is not a version such as 0.30{_known()}")
+    return tuple(int(number) for number in text.strip().removeprefix("v").split("."))
+
+
+def _known() -> str:
+    names = [short_version(each) for each in known_versions()]
+    return f"; write {names[0]}..{names[-1]}, or a list of {listed(names, 'and')}."
 
 
 @cache

@@ -39,13 +39,15 @@ _SHADES = {
     "FAILS": "red",
     "FAULTY": "red",
     "REFUSED": "red",
+    "DIFFERS": "red",
     "NO ANSWER": "yellow",
+    "NOT JUDGED": "yellow",
     "INCONCLUSIVE": "yellow",
     "error": "red",
     "warning": "yellow",
     "info": "cyan",
 }
-_STATUS = r"PASS|FAILS?|INCONCLUSIVE|REFUSED|FAULTY|NO ANSWER"
+_STATUS = r"PASS|FAILS?|INCONCLUSIVE|REFUSED|DIFFERS|FAULTY|NO ANSWER|NOT JUDGED"
 _MARKS = re.compile(
     rf"^(?P<head>{_STATUS}|error|warning|info)(?=  | on | of |:|$)"
     rf"|(?<=  )(?P<cell>{_STATUS})(?=  | \w|$)",

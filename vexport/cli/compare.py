@@ -30,6 +30,7 @@ from vexport.cli.options import (
     FORMATS,
     PATH,
     OutputOptions,
+    capabilities,
     format_option,
     given,
     option,
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
     from vexport.reports.run_record import Report
     from vexport.scenario import Evaluate, Scenario, Serve
 
+# Options of other comparisons, with the names of their parameters.
+_NOT_VERSIONS = {"--schemes": "schemes", "--scenario": "scenario_file"}
 # Values of --format with --schemes. With --serve, all values of the option are valid.
 SCHEMES_FORMATS = ("text", "json", "html", "markdown")
 
@@ -115,6 +118,27 @@ def _schemes(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(get_scheme(scheme_name(part)).name for part in parts))
 
 
+def _versions(text: str) -> tuple[str, ...]:
+    """Parse versions of vLLM: `0.30..0.33`, or `0.31,0.33`. A type for click."""
+    from vexport.architectures.versions import parse_versions
+    from vexport.version import short_version
+
+    try:
+        return tuple(map(short_version, parse_versions(text)))
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionOptions:
+    """Versions of vLLM from the command line, and how they are tried."""
+
+    versions: tuple[str, ...] | None
+    install: bool
+    bisect: bool
+    sm: tuple[int, ...] | None
+
+
 # Settings of servers are left out, because a variant runs on this machine.
 _evaluate_options = stacked(
     *(
@@ -135,6 +159,32 @@ _evaluate_options = stacked(
     heading="Comparison",
 )
 @setting_options("variants", {"serve": Syntax(item=parse_arguments)})
+@option(
+    "--versions",
+    "Load CHECKPOINT dry in these versions of vLLM; with a CPU build, also compare text.",
+    _versions,
+    "A..B|A,B,...",
+    heading="Comparison",
+)
+@option(
+    "--install",
+    "Make missing environments in the cache (4 to 10 GB each).",
+    heading="Comparison",
+    flag=True,
+)
+@option(
+    "--bisect",
+    "Try only the versions of a binary search.",
+    heading="Comparison",
+    flag=True,
+)
+@option(
+    "--sm",
+    "With --versions: GPUs, such as 90 or H100 [default: 80,89,90,100].",
+    capabilities,
+    "N,...",
+    heading="Comparison",
+)
 @interpreters_option
 @option(
     "--scenario scenario_file",
@@ -158,6 +208,7 @@ _evaluate_options = stacked(
 def compare(
     source: SourceRef,
     schemes: tuple[str, ...] | None,
+    version_options: VersionOptions,
     interpreters: Interpreters,
     scenario_file: Path | None,
     tp: int | None,
@@ -176,6 +227,9 @@ def compare(
     that vLLM refuses is a row with the reason. Exit code 0: every variant passes; 1: one fails or
     is refused; 3: one is inconclusive.
 
+    With --versions, the first version that refuses CHECKPOINT or differs is named. Exit code 1:
+    there is one; 3: a version could not be judged; 4: an environment is missing.
+
     A second call resumes.
 
     \b
@@ -184,13 +238,91 @@ def compare(
       vexport compare MODEL --schemes FP8_DYNAMIC,W8A8 --scenario qwen3.yaml
       vexport compare OUT --serve kv_cache_dtype=auto --serve kv_cache_dtype=fp8 --task gsm8k
       vexport compare OUT --vllm-python new/bin/python --task gsm8k
+      vexport compare OUT --versions 0.30..0.33 --install --bisect
     """
+    if version_options.versions is not None:
+        shared = session.serve(tp)
+        _compare_versions(source, version_options, interpreters, shared, run_directory, output)
+        return
+    _require_no_options_of_versions()
     if schemes is None:
         scenario = _read_scenario(scenario_file, interpreters)
         shared = session.serve(tp, scenario.serve if scenario else None)
         _compare_variants(source, interpreters, scenario, shared, run_directory, output)
     else:
         _compare_schemes(source, schemes, interpreters, scenario_file, run_directory, output)
+
+
+def _require_no_options_of_versions() -> None:
+    if others := [f"--{name}" for name in ("install", "bisect", "sm") if given(name)]:
+        raise InputError.of(rules.NEEDS_OPTION, ", ".join(others), other="--versions")
+
+
+def _compare_versions(
+    checkpoint: SourceRef,
+    version_options: VersionOptions,
+    interpreters: Interpreters,
+    shared: "Serve",
+    run_directory: RunDirectory,
+    output: OutputOptions,
+) -> None:
+    """Try CHECKPOINT in each version of vLLM, and print the table of the versions.
+
+    `shared` are the arguments of vLLM.
+    """
+    from vexport.outputs.replaceable import NamedPath
+    from vexport.reports import render_versions
+
+    settings = _text_of_versions()
+    folder = run_directory.run_dir or Path("runs") / f"versions-{checkpoint.file_name}"
+    written = [NamedPath(label="--run-dir", path=folder)]
+    require_apart(click.get_current_context(), (), written)
+    faults: list[VexportError] = []
+    with progress_display(quiet=output.quiet, reads=[checkpoint]) as on_progress:
+        # The functions that start engines import torch, which takes seconds.
+        from vexport.api import Engine, compare_versions
+
+        report = compare_versions(
+            checkpoint,
+            version_options.versions or (),
+            folder,
+            settings=settings,
+            vllm_python=interpreters.named,
+            install=version_options.install,
+            bisect=version_options.bisect,
+            sm=version_options.sm,
+            engine=Engine(
+                serve=shared,
+                vllm_python=interpreters.default,
+                trust_remote_code=interpreters.trust_remote_code,
+            ),
+            overwrite=run_directory.overwrite,
+            on_problem=faults.append,
+            on_progress=on_progress,
+        )
+    print_text(render_versions(report, output.format_, width=text_width()))
+    if output.format_ == "github":
+        add_step_summary(render_versions(report, "markdown"))
+    click.echo(f"report: {folder / 'report.html'}", err=output.format_ != "text")
+    step = "see the changes of each version in the output"
+    if report.outcome == "FAIL":
+        conclude("FAIL", str(checkpoint), report.reason, step)
+    raise_problems(faults)
+    conclude(report.outcome, str(checkpoint), report.reason, step)
+
+
+def _text_of_versions() -> "Evaluate":
+    """Return the settings of the text. Raises UsageError for options of other comparisons."""
+    keys = given_evaluation()
+    others = option_names("variants")
+    others += [name for name, parameter in _NOT_VERSIONS.items() if given(parameter)]
+    others += [SETTINGS["evaluate"][key].names[0] for key in keys if not key.startswith("text")]
+    if others:
+        remedy = "remove it: --versions compares loads, and the log-probabilities of text"
+        raise InputError.of(rules.EXCLUDED, ", ".join(others), other="--versions", remedy=remedy)
+    from vexport.run.versions_run import VERSION_TEXT
+
+    return evaluation_settings("compare", {**VERSION_TEXT, **keys})
 
 
 def _compare_schemes(

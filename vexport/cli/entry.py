@@ -59,6 +59,7 @@ FORBIDDEN_DEFAULTS = frozenset(
         "vllm_python",
         "engine_args",
         "serve",
+        "install",
         "ignore_rules",
         "overwrite",
         "help",

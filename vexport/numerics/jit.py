@@ -21,6 +21,7 @@ from numba.core.caching import FunctionCache
 from numba.core.typing import Context, Signature
 from numba.extending import intrinsic
 
+from vexport.caches import user_caches
 from vexport.records import OnProgress
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -99,16 +100,6 @@ def sources_digest() -> str:
     return whole.hexdigest()[:16]
 
 
-def _user_caches() -> list[Path]:
-    """Return the folder for vexport's caches, or an empty list if the user has no home folder."""
-    if named := os.environ.get("XDG_CACHE_HOME"):
-        return [Path(named) / "vexport"]
-    try:
-        return [Path.home() / ".cache" / "vexport"]
-    except RuntimeError:
-        return []
-
-
 def cache_folder() -> Path | None:
     """Return the first writable folder for kernels, or None.
 
@@ -117,7 +108,7 @@ def cache_folder() -> Path | None:
     """
     named = os.environ.get("NUMBA_CACHE_DIR")
     package = PACKAGE / "numerics" / "__pycache__"
-    for folder in [Path(named)] if named else [package, *_user_caches()]:
+    for folder in [Path(named)] if named else [package, *user_caches()]:
         kernels = folder / f"kernels-{sources_digest()}"
         try:
             kernels.mkdir(parents=True, exist_ok=True)

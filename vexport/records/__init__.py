@@ -111,3 +111,4 @@ from vexport.records.report import (
     VariantOutcome,
 )
 from vexport.records.values import PROGRESS_DETAIL, Json, OnProgress, Outcome, named, silent
+from vexport.records.versions import ComparedVersion, ComparedVersions, VersionOutcome

@@ -24,7 +24,7 @@ from vexport.reports.renderers import markdown, text
 from vexport.rules import usage as rules
 
 if TYPE_CHECKING:
-    from vexport.records import ComparedRun, History, Verdict
+    from vexport.records import ComparedRun, ComparedVersions, History, Verdict
     from vexport.records.serving import StartupLog
     from vexport.reports.run_record import Report
 
@@ -210,6 +210,22 @@ def render_variants(
     if format == "json":
         return _json(list(report.variants))
     return render(report, format, folder=folder, page=page, width=width)
+
+
+def render_versions(report: "ComparedVersions", format: str, *, width: int = text.WIDTH) -> str:
+    """Return the comparison of a checkpoint in several versions of vLLM."""
+    from vexport.reports.renderers import ci
+    from vexport.reports.versions import version_gates, versions_document
+
+    gates = version_gates(report)
+    return _rendered(
+        report,
+        format,
+        lambda: [versions_document(report)],
+        lambda: [(report.checkpoint, gates)],
+        lambda: ci.github_gates(report.checkpoint, gates),
+        width=width,
+    )
 
 
 def render_verdicts(verdicts: "Sequence[Verdict]", format: str, *, width: int = text.WIDTH) -> str:

@@ -44,3 +44,25 @@ LOST_RANK = Rule(
     got="a rank was lost: {message}",
     do="check torchrun's error summary, then run the same command again to resume",
 )
+DISK_SPACE = Rule(
+    "environment/disk-space",
+    got="{free} of free disk space",
+    need="{least} for {build}",
+    do="free disk space, or set XDG_CACHE_HOME to a folder on another disk",
+)
+INSTALL = Rule(
+    "environment/install",
+    got="the installation failed: {message}",
+    do="read the log ({log}), then run the same command again",
+)
+NO_CACHE = Rule(
+    "environment/no-cache",
+    got="no home folder, in which environments are kept",
+    do="set XDG_CACHE_HOME to a folder",
+)
+NO_VERSION = Rule(
+    "environment/no-version",
+    got="no environment with {versions:and}",
+    do="run `{command}`, which makes them (4 GB each, or 10 GB without a CPU build), or name an "
+    "interpreter with --vllm-python",
+)

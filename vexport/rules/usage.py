@@ -72,3 +72,16 @@ UNKNOWN_NAME = Rule(
     need="a scheme, observer, rounding, check, rule, page or section",
     do="run `vexport explain` to list them{hint}",
 )
+
+# Versions of vLLM.
+OTHER_VERSION = Rule(
+    "usage/other-version",
+    got="vLLM {version}",
+    need="one of the --versions {known:or}",
+    do="remove it, or add its version to --versions",
+)
+SAME_VERSION = Rule(
+    "usage/same-version",
+    got="a second interpreter with vLLM {version}, besides {other}",
+    do="give one interpreter for each version",
+)
