@@ -1,5 +1,8 @@
 """Interpreters with other versions of vLLM: given, in the cache, or missing."""
 
+import os
+import subprocess
+import time
 import venv
 from pathlib import Path
 
@@ -7,14 +10,17 @@ import pytest
 
 from tests.vllm_environments import environment_with
 from vexport.engine.environments import (
+    _WATCHED,
     cached_interpreter,
     find_interpreters,
     install_vllm,
     make_environment,
     require_interpreters,
 )
+from vexport.engine.process import started_process_group
 from vexport.engine.session import EngineFault
 from vexport.errors import EnvironmentFault, InputError
+from vexport.records import silent
 from vexport.rules import environment, usage
 
 VERSIONS = ((0, 30), (0, 31), (0, 33))
@@ -43,9 +49,11 @@ def test_named_interpreters_come_first(cache: Path, tmp_path: Path) -> None:
         (0, 31): cached_interpreter("0.31.0"),
     }
     with pytest.raises(EnvironmentFault) as caught:
-        require_interpreters(VERSIONS, found, "my model")
+        require_interpreters(VERSIONS, found, "my model", [Path("a/python")])
     assert caught.value.facts["versions"] == ["vLLM 0.33"]
-    command = "vexport compare 'my model' --versions 0.30,0.31,0.33 --install"
+    command = (
+        "vexport compare 'my model' --versions 0.30,0.31,0.33 --install --vllm-python a/python"
+    )
     assert caught.value.facts["command"] == command
 
 
@@ -97,3 +105,30 @@ def test_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make_environment("0.33.0", tmp_path, "cuda")
     assert caught.value.rule == environment.DISK_SPACE.id
     assert (caught.value.facts["free"], caught.value.facts["least"]) == ("1.0 GB", "9.6 GB")
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_watched_command_keeps_its_exit_code(code: int, tmp_path: Path) -> None:
+    with started_process_group(
+        [*_WATCHED, "sh", "-c", f"echo '$1' done; exit {code}"],
+        environment={**os.environ},
+        log=tmp_path / "log",
+        timeout=30,
+    ) as follow:
+        assert follow(silent) == code
+    assert (tmp_path / "log").read_text() == "$1 done\n"
+
+
+def test_watched_command_ends_when_its_caller_is_killed(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    command = ["sh", "-c", f"echo $$ > {file}.new; mv {file}.new {file}; exec sleep 60"]
+    with subprocess.Popen([*_WATCHED, *command], stdin=subprocess.PIPE) as process:
+        while not file.exists():
+            time.sleep(0.05)
+        number = int(file.read_text())
+        os.kill(number, 0)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(timeout=30)
+    with pytest.raises(ProcessLookupError):
+        os.kill(number, 0)

@@ -5,13 +5,22 @@ from dataclasses import replace
 
 import pytest
 
-from vexport.judge.versions import changes, conclude, judge_alone, judge_change, search
+from vexport.judge.versions import (
+    changes,
+    conclude,
+    judge_alone,
+    judge_change,
+    search,
+    text_findings,
+)
 from vexport.records import (
+    ComparedVariant,
     ComparedVersion,
     DryLoadReport,
     Finding,
     MatrixCell,
     MatrixRow,
+    VariantOutcome,
     VersionOutcome,
 )
 from vexport.rules import changes as rules
@@ -139,6 +148,24 @@ def test_cell_that_cannot_be_judged_is_a_warning() -> None:
     error = Finding.at(dry_load.NOT_SHOWN, "checkpoint", reason="crashed")
     lost = replace(OLD, ok=False, cells=nothing, rows=(), findings=(error,))
     assert judge_change(OLD, lost).outcome == "NOT JUDGED"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kl", "rule"),
+    [
+        ("PASS", 0.0, None),
+        ("PASS", 0.2, rules.KL.id),
+        ("FAIL", 0.2, rules.KL.id),
+        ("FAIL", 0.0, rules.TEXT.id),
+        ("INCONCLUSIVE", None, None),
+    ],
+)
+def test_log_probabilities(outcome: VariantOutcome, kl: float | None, rule: str | None) -> None:
+    row = ComparedVariant(setting="default", outcome=outcome, reason="why", mean_kl=kl)
+    found = text_findings(row, "0.31.0", 0.1)
+    assert [finding.rule for finding in found] == [rule] * (rule is not None)
+    answer = judge_change(OLD, replace(OLD, vllm="0.32.0"), found)
+    assert answer.outcome == ("SAME" if rule is None else "DIFFERS")
 
 
 def test_other_kinds_of_layers_are_a_warning() -> None:

@@ -18,9 +18,10 @@ from tests.vllm_environments import environment_with
 from vexport.engine.messages import EngineFailure
 from vexport.engine.session import EngineFault
 from vexport.names import SourceRef
-from vexport.records import DryLoadReport, Finding, MatrixCell, MatrixRow
+from vexport.records import ComparedVariant, DryLoadReport, Finding, MatrixCell, MatrixRow
 from vexport.rules import dry_load
 from vexport.run.directory import KIND
+from vexport.version import Version
 
 MODEL = ROOT / "scenarios" / "demo" / "model"
 SCHEMA = json.loads((ROOT / "vexport/reports/compare-versions.schema.json").read_text())
@@ -165,6 +166,30 @@ def test_faults_of_the_environment(compare: Call) -> None:
     ran = compare(Loads(results(v33=lost)), "--overwrite")
     assert ran.code == 3
     assert_contains(ran.stdout, "vLLM 0.33.0 could not be judged")
+
+
+def test_log_probabilities_of_cpu_builds(compare: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {
+        (0, 31): ComparedVariant(setting="default", outcome="PASS", mean_kl=0.0),
+        (0, 32): "the engine crashed",
+        (0, 33): ComparedVariant(setting="default", outcome="PASS", mean_kl=0.02),
+    }
+
+    def text(trials: object, baseline: Version, version: Version) -> ComparedVariant | str:
+        assert baseline == (0, 30)
+        return texts[version]
+
+    monkeypatch.setattr("vexport.run.versions_run._Trials._text", text)
+    cpu = {version: replace(good(version), cuda=False) for version in VERSIONS}
+    ran = compare(Loads(cpu), "--format", "json")
+    assert ran.code == 1, ran.stderr
+    report = json.loads(ran.stdout)
+    jsonschema.validate(report, SCHEMA)
+    assert [row["outcome"] for row in report["rows"]] == ["BASELINE", "SAME", "SAME", "DIFFERS"]
+    assert [row["mean_kl"] for row in report["rows"]] == [None, 0.0, None, 0.02]
+    assert report["rows"][2]["kl_not_judged"] == "the engine crashed"
+    assert report["first"] == "0.33.0"
+    assert_contains(report["reason"], "KL 0.02", "at most 0.003")
 
 
 def test_interrupted_call_resumes(compare: Call) -> None:

@@ -249,7 +249,7 @@ def compare_versions(
     pythons = [Path(python) for python in vllm_python]
     interpreters = find_interpreters(wanted, pythons, given.vllm_python)
     if not install:
-        require_interpreters(wanted, interpreters, str(ref))
+        require_interpreters(wanted, interpreters, str(ref), pythons)
     require_engine(())
     job = VersionsJob(
         versions=wanted,

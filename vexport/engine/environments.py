@@ -46,6 +46,14 @@ _SECONDS = 3600.0
 _LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
 # uv's messages if an index does not have a version of a package, or the package.
 _ABSENT = re.compile(r"there is no version of|was not found in the package registry")
+# Runs a command until it ends, or until stdin closes because vexport was killed. Without it, uv
+# would go on in a folder that the next call removes.
+_WATCHED = (
+    "/bin/sh",
+    "-c",
+    'exec 3<&0; "$@" & child=$!; { cat <&3 >/dev/null; kill $child; } 2>/dev/null & wait $child',
+    "sh",
+)
 _PYTORCH = ("--index", "https://download.pytorch.org/whl/cpu")
 _ANY_INDEX = ("--index-strategy", "unsafe-best-match")
 
@@ -83,13 +91,22 @@ def find_interpreters(
 
 
 def require_interpreters(
-    versions: Sequence[Version], found: Mapping[Version, Path | None], checkpoint: str
+    versions: Sequence[Version],
+    found: Mapping[Version, Path | None],
+    checkpoint: str,
+    named: Sequence[Path],
 ) -> None:
-    """Raise EnvironmentFault with the command that installs the versions without interpreter."""
+    """Raise EnvironmentFault with the command that installs the versions without interpreter.
+
+    The command compares `checkpoint`, also with the interpreters in `named`.
+    """
     missing = [f"vLLM {short_version(each)}" for each in versions if each not in found]
     if missing:
         listed = ",".join(map(short_version, versions))
-        command = shlex.join(["vexport", "compare", checkpoint, "--versions", listed, "--install"])
+        words = ["vexport", "compare", checkpoint, "--versions", listed, "--install"]
+        for python in named:
+            words += ["--vllm-python", str(python)]
+        command = shlex.join(words)
         raise EnvironmentFault.of(rules.NO_VERSION, "--versions", versions=missing, command=command)
 
 
@@ -219,7 +236,7 @@ class _Making:
 
     def _run(self, command: Sequence[str]) -> int:
         with started_process_group(
-            command, environment=self._variables, log=self.log, timeout=_SECONDS
+            [*_WATCHED, *command], environment=self._variables, log=self.log, timeout=_SECONDS
         ) as follow:
             try:
                 return follow(silent)

@@ -308,8 +308,11 @@ class _Trials:
         try:
             run.do(compare_variants)
         except EnvironmentFault as fault:
+            self.faults.append(fault)
             return str(fault)
-        row = run.result(compare_variants).rows[-1]
+        results = run.result(compare_variants)
+        self.faults += results.faults
+        row = results.rows[-1]
         if row.outcome in ("REFUSED", "NO ANSWER"):
             return f"the CPU build of vLLM {row.vllm} does not serve it: {row.reason}"
         return row
