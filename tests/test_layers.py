@@ -52,7 +52,9 @@ LATE_IMPORTS = {
     "engine": ("vllm", "vexport"),
     "scores": ("pyarrow", "sacrebleu"),
     "reports": ("huggingface_hub", "vexport"),
-    "inference": ("vllm", "lm_eval", "datasets", "torch", "vexport"),
+    "inference": (
+        *("vllm", "lm_eval", "datasets", "jsonschema", "referencing", "torch", "vexport"),
+    ),
 }
 HEAVY = (
     "torch",

@@ -100,6 +100,17 @@ def json_object(content: bytes, where: str, need: str) -> dict[str, Json]:
     return value
 
 
+def usable_json(value: Json, where: str) -> Json:
+    """Return a parsed value. Halves of surrogate pairs in its texts become `?`.
+
+    Raises:
+        InputError: If the value is nested too deeply.
+    """
+    if _is_deep(value):
+        raise InputError.of(rules.DEPTH, where, most=_MOST_LEVELS)
+    return _cleaned(value)
+
+
 def parsed_number(digits: str) -> int | float:
     """Return a whole number, or an infinite number if it has too many digits for a float."""
     if len(digits) <= _MOST_DIGITS:

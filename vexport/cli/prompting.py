@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from vexport.cli.arguments import parse_json
-from vexport.cli.options import FOLDER, option
+from vexport.cli.options import FOLDER, PATH, option
 from vexport.cli.settings import Syntax, given_settings
 from vexport.errors import InputError
 from vexport.names import parse_source, user_text
@@ -143,6 +143,7 @@ EVALUATE_SYNTAXES: Mapping[str, Syntax] = {
     "margin": Syntax(item=click.STRING, combine=_margins),
     "batch_size": Syntax(whole=_batch_size),
     "include_path": Syntax(item=FOLDER),
+    "tools": Syntax(whole=PATH),
 }
 chat_template_option = option(
     "--chat-template",
@@ -165,7 +166,8 @@ def given_evaluation() -> dict[str, object]:
 
 
 def evaluation_settings(command: str, keys: Mapping[str, object]) -> "Evaluate":
-    """Return the settings with these keys. Paths in `include_path` are made absolute.
+    """Return the settings with these keys. Paths in `include_path` and `tools` are made
+    absolute.
 
     Raises InputErrors if the settings are not valid together.
     """
@@ -174,4 +176,5 @@ def evaluation_settings(command: str, keys: Mapping[str, object]) -> "Evaluate":
     with problems_at(command):
         settings = Evaluate.model_validate(dict(keys))
     folders = tuple(path.resolve() for path in settings.include_path)
-    return settings.model_copy(update={"include_path": folders})
+    tools = settings.tools.resolve() if settings.tools else None
+    return settings.model_copy(update={"include_path": folders, "tools": tools})

@@ -59,6 +59,8 @@ EXTRAS: Mapping[str, str] = {
     "PIL": "vision",
     "datasets": "data",
     "pyarrow": "data",
+    "jsonschema": "eval",
+    "referencing": "eval",
     "sacrebleu": "eval",
     "lm_eval": "vllm",
     "vllm": "vllm",

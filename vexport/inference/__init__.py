@@ -15,6 +15,7 @@ In the process of the command:
   model: fixed prompts, rows of a text, and tasks of lm-eval with their settings.
 - `questions.py`: digests of tasks' questions, to detect questions that changed.
 - `task_data.py`: lm-eval's tasks as data, and a worker that downloads their documents.
+- `shipped/`: tasks whose documents vexport makes, such as calls of tools.
 - `engine_session.py`: starts the worker process that runs an engine.
 - `result_files.py`: finds results that the user gives instead of a model.
 - `session_folder.py`, `fingerprint.py`, `repeated.py`, `added_keys.py`: the files of a session.

@@ -54,7 +54,14 @@ def ask_engine(
 
 
 def check_request(arguments: EngineArguments, request: SessionRequest) -> None:
-    """Raise InputError if the questions differ from those of an accepted baseline."""
+    """Raise InputError if the questions differ from those of an accepted baseline.
+
+    Also raise InputError if vLLM does not have the requested parser of tool calls.
+    """
+    if request.lm_eval.tool_call_parser is not None:
+        from vexport.inference.shipped.tool_calls.parser import require_parser
+
+        require_parser(request.lm_eval.tool_call_parser)
     if not request.accepted:
         return
     from vexport.inference.lm_eval_runner import constructor_arguments, require_accepted_questions

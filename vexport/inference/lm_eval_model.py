@@ -4,17 +4,22 @@ lm-eval's constructor normally builds an engine. Here it receives a `Model` inst
 (tokenization, stop sequences, chat templates, scoring) is lm-eval's code.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jinja2
 from pydantic import JsonValue
 
 from vexport.errors import InputError
-from vexport.inference.model import Model, override_attribute
-from vexport.inference.stored_responses import FinishedText
+from vexport.inference.model import Model, Question, override_attribute
+from vexport.inference.shipped.base import Conversation
+from vexport.inference.shipped.tool_calls.parser import with_parsed_calls
+from vexport.inference.stored_responses import FinishedText, text_with_calls
+from vexport.records import Json
 from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 from vexport.rules import prompts as rules
+from vexport.rules import tools as tool_rules
 from vexport.scenario.evaluate import LmEvalSettings
 
 if TYPE_CHECKING:
@@ -30,6 +35,8 @@ The pair of texts is None for a window of a long text.
 """
 
 Message = dict[str, str]
+Process = Callable[[str, list[str] | str | None, str | None], str]
+"""lm-eval's function that removes a stop text and thinking from a response."""
 
 
 class ServedChat:
@@ -47,6 +54,13 @@ class ServedChat:
     hf_chat_template: str | None
     enable_thinking: bool | None
     settings: LmEvalSettings
+    model_behind: Model
+    think_end_token: str | None
+    eot_token_id: int
+    max_length: int
+    max_gen_toks: int
+    tok_encode: Callable[[list[str]], list[list[int]]]
+    modify_gen_kwargs: Callable[..., tuple[dict[str, Json], list[str], int]]
 
     def choose_template(self, settings: LmEvalSettings) -> None:
         """Use the chat template of `settings`. Raise InputError if the model has no template."""
@@ -78,8 +92,68 @@ class ServedChat:
             others = [message for message in chat_history if message["role"] != "system"]
             return self._rendered(others, add_generation_prompt)
 
-    def _rendered(self, messages: list[Message], add_generation_prompt: bool) -> str:
+    def ask_conversations(self, requests: Sequence["Instance"]) -> list[FinishedText]:
+        """Return the responses to requests of shipped tasks."""
+        if not requests:
+            return []
+        _begin_step(self.model_behind, requests, len(requests))
+        asked = [self._question(request) for request in requests]
+        responses = self.model_behind.chat([question for question, _ in asked])
+        return [
+            self._finished(question, until, response)
+            for (question, until), response in zip(asked, responses, strict=True)
+        ]
+
+    def _question(self, request: "Instance") -> tuple[Question, list[str]]:
+        """Return the question of a request with a conversation, and its stop texts."""
+        from lm_eval.models import vllm_causallms
+
+        eos = self.tokenizer.decode(self.eot_token_id)
+        given, until, new = self.modify_gen_kwargs(
+            request.args[1], eos=eos, default_max_gen_toks=self.max_gen_toks
+        )
+        # With an end of thinking, the text after a stop text is removed later.
+        stops = [eos] if self.think_end_token else until
+        prompt: list[int] = []
+        if not self.model_behind.takes_messages:
+            (prompt,) = self.tok_encode([self._rendered_conversation(request.conversation)])
+            _require_room(request, len(prompt), new, self.max_length)
+        elif self.enable_thinking is not None:
+            given["chat_template_kwargs"] = {"enable_thinking": self.enable_thinking}
+        parameters = vllm_causallms.SamplingParams(max_tokens=new, stop=stops, **given)
+        question = Question(prompt=prompt, parameters=parameters, conversation=request.conversation)
+        return question, until
+
+    def _rendered_conversation(self, conversation: Conversation) -> str:
+        return self._rendered(
+            conversation.messages, add_generation_prompt=True, tools=conversation.tools
+        )
+
+    def _finished(
+        self, question: Question, until: list[str], response: FinishedText
+    ) -> FinishedText:
+        """Return a response with the calls in it. A server returns them itself."""
+        from lm_eval.models.vllm_causallms import postprocess_generated_text
+
+        text = keep_finish_reason(postprocess_generated_text, response, until, self.think_end_token)
+        assert isinstance(text, FinishedText)
+        assert question.conversation is not None
+        tools = question.conversation.tools
+        if self.model_behind.takes_messages or not tools:
+            return text_with_calls(text, text.finish_reason, response.calls)
+        assert self.settings.tool_call_parser is not None
+        return with_parsed_calls(text, self.settings.tool_call_parser, self.tokenizer, tools)
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Json]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Json]] = (),
+    ) -> str:
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        template = self.hf_chat_template
+        if tools and not isinstance(self.settings.apply_chat_template, str):
+            template = template_for_tools(self.tokenizer) or template
         try:
             with time_limit(TEMPLATE_SECONDS):
                 text: str = self.tokenizer.apply_chat_template(
@@ -87,7 +161,8 @@ class ServedChat:
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=not add_generation_prompt,
-                    chat_template=self.hf_chat_template,
+                    chat_template=template,
+                    tools=[*tools] or None,
                     **thinking,
                 )
         except TimeoutError as error:
@@ -105,12 +180,27 @@ def wrap_model(
     """
     from lm_eval.models import vllm_causallms
 
+    process = vllm_causallms.postprocess_generated_text
+
     class BuiltVLLM(ServedChat, vllm_causallms.VLLM):  # type: ignore[misc]
         requests: Sequence["Instance"] = ()
+        model_behind = answering_model
 
         def generate_until(
             self, requests: list["Instance"], disable_tqdm: bool = False
         ) -> list[str]:
+            """Return the responses. Requests with conversations follow all other requests."""
+            chats = [number for number, each in enumerate(requests) if is_chat(each)]
+            texts = [number for number, each in enumerate(requests) if not is_chat(each)]
+            answers = dict(zip(texts, self._texts([requests[at] for at in texts]), strict=True))
+            answers |= zip(
+                chats, self.ask_conversations([requests[at] for at in chats]), strict=True
+            )
+            return [answers[number] for number in range(len(requests))]
+
+        def _texts(self, requests: list["Instance"]) -> list[str]:
+            if not requests:
+                return []
             prompts = self.tok_encode([request.args[0] for request in requests])
             for request, tokens in zip(requests, prompts, strict=True):
                 *_, new = self.modify_gen_kwargs(
@@ -118,7 +208,8 @@ def wrap_model(
                 )
                 _require_room(request, len(tokens), new, self.max_length)
             _begin_step(answering_model, requests, len(requests))
-            with override_attribute(vllm_causallms, "postprocess_generated_text", processed):
+            keeping = partial(keep_finish_reason, process)
+            with override_attribute(vllm_causallms, "postprocess_generated_text", keeping):
                 answers: list[str] = super().generate_until(requests, disable_tqdm=True)
             return answers
 
@@ -149,24 +240,36 @@ def wrap_model(
                 [(context, continuation) for _, context, continuation in requests]
             )
 
-    process = vllm_causallms.postprocess_generated_text
-
-    def processed(text: str, stop: list[str] | str | None, think_end_token: str | None) -> str:
-        """Process a response as lm-eval does, and keep its finish reason.
-
-        With a `think_end_token`, lm-eval removes the text after a stop string only after
-        generation. A response with a stop string is therefore complete, even if the engine reached
-        the length limit. Its finish reason becomes "stop".
-        """
-        answer: str = process(text, stop, think_end_token)
-        if not isinstance(text, FinishedText):
-            return answer
-        return FinishedText(answer, text.finish_reason if text.endswith(answer) else "stop")
-
     with override_attribute(vllm_causallms, "LLM", lambda **_: answering_model):
         model = BuiltVLLM(batch_size="auto", **arguments)
     model.choose_template(settings)
     return model
+
+
+def keep_finish_reason(
+    process: Process, text: str, stop: list[str] | str | None, think_end_token: str | None
+) -> str:
+    """Process a response as lm-eval does, by `process`, and keep its finish reason.
+
+    With a `think_end_token`, lm-eval removes the text after a stop string only after generation. A
+    response with a stop string is therefore complete, even if the engine reached the length limit.
+    Its finish reason becomes "stop".
+    """
+    answer = process(text, stop, think_end_token)
+    if not isinstance(text, FinishedText):
+        return answer
+    return FinishedText(answer, text.finish_reason if text.endswith(answer) else "stop")
+
+
+def is_chat(request: "Instance") -> bool:
+    """Return True if a request of a shipped task has a conversation in the place of a prompt."""
+    return hasattr(request, "conversation")
+
+
+def template_for_tools(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """Return the template for conversations with tools, if the tokenizer has several templates."""
+    templates = tokenizer.chat_template
+    return templates.get("tool_use") if isinstance(templates, dict) else None
 
 
 def _begin_step(answering_model: Model, requests: Sequence["Instance"], prompts: int) -> None:
@@ -183,4 +286,6 @@ def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None
     if prompt + new > room:
         where = f"task {request.task_name}, document {request.doc_id}"
         reason = f"max_model_len is {room}"
+        if is_chat(request):
+            raise InputError.of(tool_rules.TOO_LONG, where, prompt=prompt, new=new, reason=reason)
         raise InputError.of(rules.TOO_LONG, where, prompt=prompt, new=new, reason=reason)

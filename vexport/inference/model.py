@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from vexport.inference.stored_responses import StoredResponses, answer_from_json
+from vexport.inference.shipped.base import Conversation
+from vexport.inference.stored_responses import FinishedText, StoredResponses, answer_from_json
 from vexport.records import DraftCounts, Json, OnProgress
 
 if TYPE_CHECKING:
@@ -30,20 +31,24 @@ class Question:
     """A prompt to continue with `parameters`.
 
     Without `parameters`, the model scores the tokens from `context` on instead of generating text.
+    With a `conversation`, the prompt is the rendered conversation. It is empty if the model renders
+    conversations itself (`Model.takes_messages`).
     """
 
     prompt: TokenIds
     context: int = 0
     parameters: Parameters = None
+    conversation: Conversation | None = None
 
 
 class Model(ABC):
     """A model that runs prompts, with the methods of `vllm.LLM` that lm-eval's class calls.
 
     `on_progress` receives the name of the current step, the number of finished prompts, and the
-    number of all prompts.
+    number of all prompts. `takes_messages` is True if the model renders conversations itself.
     """
 
+    takes_messages: ClassVar[bool] = False
     llm_engine: object
 
     def __init__(self, stored_responses: StoredResponses, on_progress: OnProgress) -> None:
@@ -115,6 +120,10 @@ class Model(ABC):
         texts = map(answer_from_json, self.answers(questions))
         return [SimpleNamespace(outputs=[SimpleNamespace(text=text)]) for text in texts]
 
+    def chat(self, questions: Sequence[Question]) -> list[FinishedText]:
+        """Return the responses to questions with conversations."""
+        return [*map(answer_from_json, self.answers(questions))]
+
     def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Return a pair for each (context, continuation).
 
@@ -164,6 +173,7 @@ class Model(ABC):
             question.context,
             sorted(given.items()),
             sampled,
+            *((question.conversation,) if question.conversation is not None else ()),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 

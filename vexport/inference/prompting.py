@@ -13,8 +13,10 @@ from vexport.checkpoint.chat_template import DEFAULT, chat_templates
 from vexport.errors import InputError, raise_all
 from vexport.files import read_json_object
 from vexport.inference.answers import ServedSession
+from vexport.inference.shipped import takes_tools
 from vexport.records import Json
 from vexport.rules import prompts as rules
+from vexport.rules import tools as tool_rules
 from vexport.scenario import Evaluate
 from vexport.scenario.evaluate import LmEvalSettings, ResponseSettings
 
@@ -23,6 +25,18 @@ CONVERSATION = (
     {"role": "assistant", "content": "Paris."},
     {"role": "user", "content": "And of Italy?"},
 )
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "capital_of",
+        "description": "Return the capital of a country.",
+        "parameters": {
+            "type": "object",
+            "properties": {"country": {"type": "string"}},
+            "required": ["country"],
+        },
+    },
+}
 _IGNORED_KEYS = ("transformers_version", "_from_model_config")
 _MAX_SHOWN = 60
 
@@ -40,7 +54,8 @@ def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSe
         (first, root), *others = models.items()
         for role, other in others:
             is_same = chat_templates(root) == chat_templates(other)
-            for difference in () if is_same else template_difference(root, other):
+            tools = takes_tools(settings)
+            for difference in () if is_same else template_difference(root, other, tools=tools):
                 where = f"{role} {other}"
                 raise InputError.of(rules.OTHER_TEMPLATE, where, difference=difference, other=first)
     elif settings.fewshot_as_multiturn:
@@ -54,6 +69,25 @@ def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSe
         "fewshot_as_multiturn": bool(template) if multiturn is None else multiturn,
     }
     return LmEvalSettings(**{**given, **decided})
+
+
+def require_tools(role: str, checkpoint: Path, settings: Evaluate) -> None:
+    """Raise InputError if an engine cannot evaluate tasks with tools for a checkpoint.
+
+    The settings must have a parser of calls, and the chat template must list the tools.
+    """
+    if not takes_tools(settings):
+        return
+    if settings.tool_call_parser is None:
+        raise InputError.of(tool_rules.NO_PARSER, f"{role} {checkpoint}")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    name = settings.apply_chat_template
+    template = name if isinstance(name, str) else None
+    with_tools, without = (
+        _rendered(tokenizer, tools=tools, template=template) for tools in (True, False)
+    )
+    if with_tools == without:
+        raise InputError.of(tool_rules.NO_TEMPLATE, f"{role} {checkpoint}: chat template")
 
 
 def _template(settings: Evaluate, templates: Mapping[str, Mapping[str, str]]) -> bool | str:
@@ -95,9 +129,13 @@ def differences(baseline: ServedSession, candidate: ServedSession) -> Iterator[s
             yield f"generation_config.json: {name} is {values}"
 
 
-def template_difference(old: Path, new: Path) -> Iterator[str]:
-    """Yield a sentence if the checkpoint `new` renders a conversation differently from `old`."""
-    before, after = (_rendered(AutoTokenizer.from_pretrained(root)) for root in (old, new))
+def template_difference(old: Path, new: Path, *, tools: bool = False) -> Iterator[str]:
+    """Yield a sentence if the checkpoint `new` renders a conversation differently from `old`.
+
+    With `tools`, the conversation has a tool.
+    """
+    tokenizers = (AutoTokenizer.from_pretrained(root) for root in (old, new))
+    before, after = (_rendered(tokenizer, tools=tools) for tokenizer in tokenizers)
     if before != after:
         at = next((i for i, (x, y) in enumerate(zip(before, after, strict=False)) if x != y), 0)
         yield (
@@ -106,14 +144,20 @@ def template_difference(old: Path, new: Path) -> Iterator[str]:
         )
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase) -> str:
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, *, tools: bool = False, template: str | None = None
+) -> str:
     """Render a conversation as a prompt. transformers renders templates in a sandbox."""
     if not tokenizer.chat_template:
         return "(no chat template)"
     try:
         return str(
             tokenizer.apply_chat_template(
-                list(CONVERSATION), tokenize=False, add_generation_prompt=True
+                list(CONVERSATION),
+                tokenize=False,
+                add_generation_prompt=True,
+                tools=[dict(TOOL)] if tools else None,
+                chat_template=template,
             )
         )
     except Exception as error:  # a template may raise anything

@@ -22,6 +22,7 @@ def prepare_tasks(settings: Evaluate, options: EngineOptions) -> PreparedTasks:
         settings.tasks,
         include_paths=settings.include_path,
         trust_remote_code=options.trust_remote_code,
+        settings=settings,
     )
 
 

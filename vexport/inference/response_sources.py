@@ -27,6 +27,7 @@ from vexport.inference.endpoint.tokenizer import show_retries
 from vexport.inference.engine_session import run_session
 from vexport.inference.fingerprint import engine_fingerprint, write_fingerprint
 from vexport.inference.options import BASELINE, NO_EVALUATION, EngineOptions
+from vexport.inference.prompting import require_tools
 from vexport.inference.prompts import CONTINUED_PROMPTS, Prompts, fixed_prompts, limited_length
 from vexport.inference.questions import QuestionDigests
 from vexport.inference.repeated import read_repeated, require_deterministic
@@ -38,6 +39,7 @@ from vexport.inference.session_folder import (
     TEXT_FILE,
     add_to_manifest,
 )
+from vexport.inference.shipped import longest_sequences
 from vexport.inference.text_rows import read_rows, truncated_rows
 from vexport.records import named
 from vexport.records.values import MOST_COUNT
@@ -115,6 +117,7 @@ class EngineSource(ResponseSource):
         """Start vLLM, and run the fixed prompts and the tasks or the text."""
         folder.mkdir(parents=True, exist_ok=True)
         settings = questions.evaluate
+        require_tools(self.role, self.checkpoint, settings)
         prompts = fixed_prompts(
             self.checkpoint, texts=questions.texts, count=settings.kl_prompts or CONTINUED_PROMPTS
         )
@@ -170,7 +173,8 @@ class EngineSource(ResponseSource):
 
     def _engine_request(self, settings: Evaluate) -> SessionRequest:
         options = self.options
-        lengths = (EVALUATION_LENGTH,) if settings.tasks else ()
+        needed = max((EVALUATION_LENGTH, *longest_sequences(settings)))
+        lengths = (needed,) if settings.tasks else ()
         return SessionRequest(
             checkpoint=self.checkpoint,
             max_model_len=options.serve.max_model_len or limited_length(self.checkpoint, *lengths),
@@ -276,7 +280,9 @@ class EndpointSource(ResponseSource):
         endpoint = settings.endpoint_at(self.url, is_baseline=self.is_baseline)
         server = Server(endpoint, show_retries(self.role, self.options))
         # vLLM generates a token after each row of text.
-        needed = EVALUATION_LENGTH if settings.text is None else settings.text_tokens + 1
+        needed = max((EVALUATION_LENGTH, *longest_sequences(settings)))
+        if settings.text is not None:
+            needed = settings.text_tokens + 1
         served = server.model.max_model_len or needed
         return min(served, self.options.serve.max_model_len or needed)
 

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from vexport.engine.messages import ANSWERS
 from vexport.files import require_no_device
@@ -13,36 +14,63 @@ from vexport.outputs.manifest import is_recorded, record
 from vexport.records import Json
 
 
+class Call(NamedTuple):
+    """A call of a tool. `arguments` is the text that the model wrote, which may not be JSON."""
+
+    name: str
+    arguments: str
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.arguments})"
+
+
 class FinishedText(str):
     """A generated text with the engine's reason for ending it, such as `stop` or `length`.
 
-    The reason is empty if it is unknown. The reason reaches lm-eval's samples, because lm-eval
-    copies these objects. `finish_reason` is optional in the constructor, because lm-eval also calls
-    the class with a task's target as the only argument.
+    The reason is empty if it is unknown. `calls` are the calls of tools in the text. Both reach
+    lm-eval's tasks, because lm-eval copies these objects. They are optional in the constructor,
+    because lm-eval also calls the class with a task's target as the only argument.
     """
 
     finish_reason: str
+    calls: tuple[Call, ...]
 
-    def __new__(cls, text: str, finish_reason: str = "") -> "FinishedText":
-        """Attach the reason to the text."""
+    def __new__(
+        cls, text: str, finish_reason: str = "", calls: Sequence[Call] = ()
+    ) -> "FinishedText":
+        """Attach the reason and the calls to the text."""
         finished = super().__new__(cls, text)
         finished.finish_reason = finish_reason
+        finished.calls = tuple(calls)
         return finished
 
-    def __reduce__(self) -> tuple[type["FinishedText"], tuple[str, str]]:
-        """Return the constructor and its arguments, so that copies keep the reason."""
-        return FinishedText, (str(self), self.finish_reason)
+    def __reduce__(self) -> tuple[type["FinishedText"], tuple[str, str, tuple[Call, ...]]]:
+        """Return the constructor and its arguments, so that copies keep the reason and calls."""
+        return FinishedText, (str(self), self.finish_reason, self.calls)
 
 
-def answer_to_json(text: str, finish_reason: str | None) -> Json:
+def text_with_calls(content: str, finish_reason: str, calls: Sequence[Call]) -> FinishedText:
+    """Return a response whose text has a line for each call, after the model's other text."""
+    lines = [content.strip(), *map(str, calls)] if calls else [content]
+    return FinishedText("\n".join(line for line in lines if line), finish_reason, calls)
+
+
+def answer_to_json(text: str, finish_reason: str | None, calls: Sequence[Call] = ()) -> Json:
     """Return a generated response in the form that `StoredResponses` stores."""
-    return {"text": text, "finish_reason": finish_reason or ""}
+    stored: dict[str, Json] = {"text": text, "finish_reason": finish_reason or ""}
+    return {**stored, "calls": [[*call] for call in calls]} if calls else stored
 
 
 def answer_from_json(answer: Json) -> FinishedText:
     """Read a response from `answer_to_json`."""
     stored = answer if isinstance(answer, dict) else {}
-    return FinishedText(str(stored.get("text", "")), str(stored.get("finish_reason", "")))
+    listed = stored.get("calls")
+    calls = [
+        Call(*map(str, call))
+        for call in (listed if isinstance(listed, list) else [])
+        if isinstance(call, list)
+    ]
+    return FinishedText(str(stored.get("text", "")), str(stored.get("finish_reason", "")), calls)
 
 
 class StoredResponses(dict[str, Json]):

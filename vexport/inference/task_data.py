@@ -32,6 +32,8 @@ from vexport.engine.session import Worker, raise_found_problems
 from vexport.engine.worker import input_problem, progress_reporter, run_worker
 from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.inference.model import override_attribute
+from vexport.inference.shipped import read_part
+from vexport.inference.shipped.lm_eval_task import lm_eval_task
 from vexport.inference.tasks import (
     FILE_FORMATS,
     GROUP_SUFFIX,
@@ -172,6 +174,9 @@ def load_tasks(
     if trust:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # `evaluate` requires it
     for task in names:
+        if (part := read_part(task)) is not None:
+            tasks.append(lm_eval_task(part))
+            continue
         if _settings(task, manager).get("unsafe_code") and not trust:
             raise InputError.of(rules.MODEL_CODE, f"task {task}")
         name = Path(task).name.removesuffix(GROUP_SUFFIX) if task.endswith(GROUP_SUFFIX) else task

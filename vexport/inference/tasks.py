@@ -20,10 +20,14 @@ from vexport.config_files import MOST_BYTES, MOST_VALUES, BoundedLoader, load_ya
 from vexport.errors import InputError, nearest_hint, raise_all
 from vexport.errors.extras import attempt_all
 from vexport.files import write_text
+from vexport.inference.options import NO_EVALUATION
+from vexport.inference.shipped import NAMES, read_part, shipped_parts, shipped_task
+from vexport.inference.shipped.base import ShippedPart
 from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import resolved
 from vexport.rules import file as file_rules
 from vexport.rules import tasks as rules
+from vexport.scenario import Evaluate
 
 Config = dict[str, object]
 # Matches the names of tasks, groups and tags that a YAML file defines or lists.
@@ -160,12 +164,13 @@ class TaskFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTasks:
-    """Tasks that can be passed to lm-eval, in the user's order: files, and names as text.
+    """Tasks that can be passed to lm-eval, in the user's order.
 
-    Only lm-eval knows the keys of a task that is given by name.
+    They are files, parts of shipped tasks, and names as text. Only lm-eval knows the keys of a task
+    that is given by name.
     """
 
-    tasks: tuple[TaskFile | str, ...]
+    tasks: tuple[TaskFile | ShippedPart | str, ...]
 
     @property
     def files(self) -> list[TaskFile]:
@@ -173,59 +178,97 @@ class PreparedTasks:
         return [task for task in self.tasks if isinstance(task, TaskFile)]
 
     @property
+    def exact_names(self) -> list[str]:
+        """Return the names that are certainly tasks or groups, and not tags of lm-eval."""
+        return [task.name for task in self.tasks if not isinstance(task, str)]
+
+    @property
     def names(self) -> list[str]:
         """Return the names of the tasks and groups."""
-        return [task.name if isinstance(task, TaskFile) else task for task in self.tasks]
+        return [task if isinstance(task, str) else task.name for task in self.tasks]
 
     @property
     def metrics(self) -> list[TaskMetrics]:
         """Return the metrics of all tasks, or nothing if a task is given by name."""
-        are_files = len(self.files) == len(self.tasks)
-        return [metrics for file in self.files for metrics in file.metrics] if are_files else []
+        if any(isinstance(task, str) for task in self.tasks):
+            return []
+        return [
+            metrics
+            for task in self.tasks
+            if not isinstance(task, str)
+            for metrics in (task.metrics if isinstance(task, TaskFile) else [_part_metrics(task)])
+        ]
 
     def write(self, folder: Path) -> tuple[str, ...]:
         """Return the names and YAML files to pass to lm-eval. The files are below `folder`."""
         root = folder.resolve()
-        return tuple(
-            task.write(root) if isinstance(task, TaskFile) else task for task in self.tasks
-        )
+        return tuple(task if isinstance(task, str) else task.write(root) for task in self.tasks)
 
 
 def read_tasks(
-    tasks: Sequence[str], *, include_paths: Sequence[Path] = (), trust_remote_code: bool = False
+    tasks: Sequence[str],
+    *,
+    include_paths: Sequence[Path] = (),
+    trust_remote_code: bool = False,
+    settings: Evaluate = NO_EVALUATION,
 ) -> PreparedTasks:
-    """Read and check the tasks of the user.
+    """Read and check the tasks of the user. `settings` are settings of shipped tasks.
 
     Raises:
         InputError: a file is missing or broken, lacks a key or its data, or has a `!function` tag
-            without `trust_remote_code`. A name is not a task of lm-eval, or is given twice. The
-            error lists the problems of all tasks.
+            without `trust_remote_code`. A name is not a task of lm-eval, is given twice, or is the
+            name of a shipped task. The error lists the problems of all tasks.
     """
+    raise_all([*_shipped_names(include_paths)])
     read = attempt_all(
-        (task, partial(_read, task, include_paths, trust_remote_code)) for task in tasks
+        (task, partial(_read, task, include_paths, trust_remote_code, settings)) for task in tasks
     )
-    prepared = PreparedTasks(tasks=tuple(read))
+    named = [(given, task) for given, found in zip(tasks, read, strict=True) for task in found]
+    prepared = PreparedTasks(tasks=tuple(task for _, task in named))
     names = prepared.names
     raise_all(
         [
-            InputError.of(rules.TWICE, f"task {task}", name=name)
-            for number, (task, name) in enumerate(zip(tasks, names, strict=True))
+            InputError.of(rules.TWICE, f"task {given}", name=name)
+            for number, ((given, _), name) in enumerate(zip(named, names, strict=True))
             if name in names[:number]
         ]
     )
     return prepared
 
 
-def _read(task: str, include_paths: Sequence[Path], trust: bool) -> TaskFile | str:
+def _shipped_names(include_paths: Sequence[Path]) -> Iterator[InputError]:
+    """Yield an error for each file that defines a task with the name of a shipped task."""
+    for root in include_paths:
+        for file in filter(_is_readable, sorted(root.rglob("*.yaml"))):
+            defined = {key.decode() for key, _ in _INDEXED_NAME.findall(file.read_bytes()) if key}
+            for name in sorted(defined & NAMES):
+                yield InputError.of(rules.SHIPPED_NAME, str(file), name=name)
+
+
+def _part_metrics(part: ShippedPart) -> TaskMetrics:
+    task = shipped_task(part.name)
+    assert task is not None
+    return TaskMetrics(name=part.name, metrics=dict.fromkeys(task.metrics, "mean"))
+
+
+def _read(
+    task: str, include_paths: Sequence[Path], trust: bool, settings: Evaluate
+) -> Sequence[TaskFile | ShippedPart | str]:
+    if parts := shipped_parts(task, settings):
+        return parts
     path = Path(task)
     if path.suffix not in (".yaml", ".yml") and not path.is_file():
         require_known(task, include_paths)
-        return task
+        return [task]
     config = read_task(path, trust)
     if config.get("task") and isinstance(config["task"], list):
-        return TaskFile(config=_inlined(path, config, trust))
-    _require_complete(path, config, trust)
-    return TaskFile(config=config)
+        config = _inlined(path, config, trust)
+    else:
+        _require_complete(path, config, trust)
+    file = TaskFile(config=config)
+    for name in sorted(NAMES.intersection([file.name, *(one.name for one in file.metrics)])):
+        raise InputError.of(rules.SHIPPED_NAME, str(path), name=name)
+    return [file]
 
 
 def _inlined(path: Path, config: Config, trust: bool) -> Config:
@@ -317,6 +360,8 @@ def _unknown_metrics(path: Path, config: Config) -> Iterator[InputError]:
 
 def reads_hub(spec: str) -> bool:
     """Return True if a task that is passed to lm-eval has documents outside this machine."""
+    if read_part(spec) is not None:
+        return False
     path = Path(spec)
     return not path.is_file() or TaskFile(config=parse_task(path, trust=True)).reads_hub
 

@@ -35,7 +35,8 @@ from vexport.scores.settings import (
     SYSTEM_INSTRUCTION,
 )
 
-PATHS = ("tasks", "include_path")
+TOOLS = "tools"
+PATHS = ("tasks", "include_path", TOOLS)
 """Keys of `Evaluate` with paths of files or folders."""
 MAX_MODEL_LEN, DTYPE = "max_model_len", "dtype"
 ENGINE = (MAX_MODEL_LEN, DTYPE)
@@ -82,7 +83,12 @@ def _paths_to_store(evaluate: Evaluate, file: Path) -> dict[str, JsonValue]:
         _path_to_store(task, file) if _is_file(task) else task for task in evaluate.tasks
     ]
     folders: list[JsonValue] = [_path_to_store(str(path), file) for path in evaluate.include_path]
-    return {"tasks": tasks, **({"include_path": folders} if folders else {})}
+    stored: dict[str, JsonValue] = {"tasks": tasks}
+    if folders:
+        stored["include_path"] = folders
+    if evaluate.tools is not None:
+        stored[TOOLS] = _path_to_store(str(evaluate.tools), file)
+    return stored
 
 
 def with_accepted_settings(
@@ -139,6 +145,8 @@ def accepted_settings(accepted: Accepted) -> dict[str, JsonValue]:
 
 def _valid_here(key: str, value: JsonValue, file: Path) -> JsonValue:
     """Return a stored setting with paths that are valid in the current folder."""
+    if key == TOOLS and isinstance(value, str):
+        return _path_here(value, key, file)
     if key not in PATHS or not isinstance(value, list):
         return value
     return [_path_here(each, key, file) if isinstance(each, str) else each for each in value]

@@ -6,6 +6,8 @@ task is the task with the lowest bound, as a share of its margin.
 
 from collections.abc import Sequence
 
+from vexport.inference.shipped import SHIPPED, shipped_task
+from vexport.inference.shipped.base import PartOutcome
 from vexport.judge.lost import lost_answers_text
 from vexport.records import Outcome, Reason, TaskVerdict
 from vexport.records.values import about, join_limited
@@ -60,6 +62,7 @@ def _fail_reason(tasks: Sequence[TaskVerdict], assumed: str) -> Reason:
     scale = worst.scale
     amount = f"{scale.number(-worst.difference)} {scale.unit}"
     least = scale.number(-worst.high)
+    faults = _faults_text(tasks)
     if len(failed) == 1:
         return Reason.of(
             verdict.LOSS,
@@ -67,7 +70,7 @@ def _fail_reason(tasks: Sequence[TaskVerdict], assumed: str) -> Reason:
             amount=amount,
             least=least,
             accepted=scale.accepted,
-            more=f"{_lost_text(worst)}{_other_tasks_text(tasks, 'FAIL')}{assumed}",
+            more=f"{_lost_text(worst)}{_other_tasks_text(tasks, 'FAIL')}{faults}{assumed}",
         )
     every = len(failed) == len(tasks)
     return Reason.of(
@@ -77,8 +80,24 @@ def _fail_reason(tasks: Sequence[TaskVerdict], assumed: str) -> Reason:
         task=worst.task,
         amount=amount,
         least=least,
-        more=assumed,
+        more=f"{faults}{assumed}",
     )
+
+
+def _faults_text(tasks: Sequence[TaskVerdict]) -> str:
+    """Return a clause on the faults of the candidate's responses to shipped tasks, or ""."""
+    parts: dict[str, list[PartOutcome]] = {}
+    for task in tasks:
+        if (shipped := shipped_task(task.task)) is not None:
+            outcome = PartOutcome(
+                name=task.task,
+                outcome=task.outcome,
+                documents=task.documents * task.seeds,
+                faults=task.faults,
+            )
+            parts.setdefault(shipped.name, []).append(outcome)
+    clauses = [SHIPPED[name].explain_loss(outcomes) for name, outcomes in parts.items()]
+    return "".join(f"; {clause}" for clause in clauses if clause)
 
 
 def _lost_text(task: TaskVerdict) -> str:

@@ -46,11 +46,10 @@ def check_tasks(
     if text := settings.held_out():
         require_rows(text)
     prepared = prepare_tasks(settings, options)
-    exact = [file.name for file in prepared.files]
     accepted = None if against is None else read_accepted_table(against)
     for table in (*map(read_comparable, given if prepared.tasks else ()), accepted):
         if table is not None:
-            require_comparable_results(table, prepared.names, exact, settings.limit)
+            require_comparable_results(table, prepared.names, prepared.exact_names, settings.limit)
     _require_fitting(settings, prepared.metrics, accepted)
 
 

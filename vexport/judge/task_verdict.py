@@ -1,10 +1,12 @@
 """Compare two models on a task: from scores to a TaskVerdict."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
 
+from vexport.inference.shipped import shipped_task
 from vexport.judge.intervals import (
     Levels,
     difference_interval,
@@ -79,7 +81,19 @@ def compare_task(
             comparison(other, margins.of(pair.task, other.unit), alpha)
             for other in pair.informational
         ),
+        faults=_faults(pair),
     )
+
+
+def _faults(pair: TaskPair) -> dict[str, int]:
+    """Count the responses to a shipped task that only the baseline got right, by their faults."""
+    task = shipped_task(pair.task)
+    if task is None:
+        return {}
+    worse = (
+        new.scores for gain, (_, new) in zip(pair.gain, pair.documents, strict=True) if gain < 0
+    )
+    return dict(Counter(map(task.fault, worse)))
 
 
 def margin_amount(pair: TaskPair, margin: Margin) -> float:

@@ -394,6 +394,8 @@ class TaskVerdict(Difference):
     - `obstacle` is the reason why the task cannot pass, whatever its interval: it cannot show a
       loss, or too many responses do not count.
     - `also` lists the task's other metrics and filters, and the tasks of a group.
+    - `faults` counts the responses that only the baseline got right, by the candidate's fault. It
+      is empty for tasks that vexport does not ship.
     """
 
     baseline: Estimate
@@ -406,6 +408,7 @@ class TaskVerdict(Difference):
     needed: Needed | None = None
     obstacle: Reason | None = None
     also: tuple[Comparison, ...] = ()
+    faults: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def without_flips(self) -> "TaskVerdict":

@@ -14,6 +14,11 @@ TWICE = Rule(
     need="each task name only once",
     do="remove one of the tasks, or rename it (key `task`)",
 )
+SHIPPED_NAME = Rule(
+    "tasks/shipped-name",
+    got="the name {name}, which a task that ships with vexport has",
+    do="rename your task (key `task` or `group`)",
+)
 NAME = Rule(
     "tasks/name", got="{name!r}", need="a valid file name", do="use letters, digits, - and _"
 )

@@ -30,6 +30,8 @@ from vexport.scenario.section import ScenarioSection, located_error
 SuiteName = Literal["quick", "standard", "code", "chat"]
 Text = Annotated[str, Field(min_length=1)]
 _URL = "^https?://"
+TOOL_CALLS = "tool-calls"
+"""Name of the task that ships with vexport and asks for calls of tools."""
 
 
 def _check_url(value: str) -> str:
@@ -215,6 +217,16 @@ class QuestionSettings(ScenarioSection):
         tuple[Path, ...],
         Option("Folder with additional tasks of lm-eval.", "Tasks", metavar="DIR"),
     ] = ()
+    tools: Annotated[
+        Path | None,
+        Option(
+            "Tools for the task tool-calls: a JSON file with a list of tools in OpenAI's form.",
+            "Tasks",
+            metavar="FILE",
+            unset="128 tools that ship with vexport",
+            more="See [tool calls](evaluation.md#calls-of-tools).",
+        ),
+    ] = None
     kl_prompts: Annotated[
         int,
         Gt(0),
@@ -282,6 +294,14 @@ class ResponseSettings(ScenarioSection):
             "Value of `enable_thinking` for the chat template.",
             "Prompts",
             unset="the template decides",
+        ),
+    ] = None
+    tool_call_parser: Annotated[
+        Text | None,
+        Option(
+            "Parser of vLLM for the task tool-calls in an engine, as for `vllm serve`.",
+            "Prompts",
+            metavar="NAME",
         ),
     ] = None
     limit: Annotated[
@@ -514,6 +534,8 @@ class Evaluate(
         )
         no_end_token = bool(self.enable_thinking) and self.think_end_token is None
         both, missing = "remove one of them", "add it, or remove this setting"
+        calls_tools = any(task.startswith(TOOL_CALLS) for task in self.tasks)
+        no_calls = f"the task {TOOL_CALLS}"
         no_server = "tasks: text is scored by vLLM on this machine, not by a server"
         for key, is_wrong, need, fix in (
             ("tasks", bool(self.tasks) and has_text, "either tasks (or a suite) or text", both),
@@ -539,6 +561,19 @@ class Evaluate(
                 missing,
             ),
             ("enable_thinking", no_end_token, "think_end_token", missing),
+            ("tools", self.tools is not None and not calls_tools, no_calls, missing),
+            (
+                "tool_call_parser",
+                self.tool_call_parser is not None and not calls_tools,
+                no_calls,
+                missing,
+            ),
+            (
+                "apply_chat_template",
+                calls_tools and self.apply_chat_template is False,
+                f"a chat template, which lists the tools of {TOOL_CALLS}",
+                both,
+            ),
         ):
             if is_wrong:
                 raise located_error(key, getattr(self, key), need, fix)

@@ -180,6 +180,7 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
             "text": data(evaluate.text) if evaluate.text else None,
             "baseline": parse_model(local(str(evaluate.baseline))) if evaluate.baseline else None,
             "include_path": tuple(Path(absolute(path)) for path in evaluate.include_path),
+            "tools": Path(absolute(evaluate.tools)) if evaluate.tools else None,
         }
         changes["evaluate"] = evaluate.model_copy(update=update)
     if variants := scenario.variants:

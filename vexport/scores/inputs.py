@@ -37,6 +37,8 @@ def evaluation_inputs(settings: Evaluate, label: str) -> Iterator[NamedPath]:
         yield NamedPath(label="text", path=parse_data(settings.text).path)
     for folder in settings.include_path:
         yield NamedPath(label="include_path", path=folder)
+    if settings.tools:
+        yield NamedPath(label="tools", path=settings.tools)
     yield from named_model("tokenizer", settings.tokenizer)
     drafter = (settings.speculative or "").partition("=")[2]
     if drafter:

@@ -53,6 +53,8 @@ class EndpointModel(Model):
     be below the size of the `vocabulary`.
     """
 
+    takes_messages = True
+
     def __init__(
         self,
         server: Server,
@@ -128,8 +130,12 @@ class EndpointModel(Model):
                 )
             return scores_to_json(scores_of_places(places))
         if isinstance(parameters, dict):
-            continuation = self.server.generate(prompt, parameters)
-            return answer_to_json(continuation.text, continuation.finish_reason)
+            continuation = (
+                self.server.generate(prompt, parameters)
+                if question.conversation is None
+                else self.server.chat(question.conversation, parameters)
+            )
+            return answer_to_json(continuation.text, continuation.finish_reason, continuation.calls)
         places = self.server.score(prompt, 1)[question.context - 1 :]
         scored = list(zip(prompt[question.context :], places, strict=True))
         is_greedy = all(max(place, key=place.__getitem__) == token for token, place in scored)

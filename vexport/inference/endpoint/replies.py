@@ -15,6 +15,7 @@ from email.utils import parsedate_to_datetime
 from vexport.inference.endpoint.client import Reply
 from vexport.inference.endpoint.key_mask import KeyMask
 from vexport.inference.row_scores import TokenLogprobs
+from vexport.inference.stored_responses import Call
 from vexport.records import Json
 from vexport.records.values import json_type
 from vexport.words import shown
@@ -48,6 +49,8 @@ _REACHED_LIMIT = (
     "max_output_tokens",
 )
 STOP, LENGTH = "stop", "length"
+# Reasons of a response that ends with calls of tools.
+_CALLED = ("tool_calls", "function_call")
 TOKEN = "token_id:"
 """vLLM's spelling of a token with `return_tokens_as_token_ids`."""
 # A log-probability may be above 0 by rounding.
@@ -112,11 +115,12 @@ class Continuation:
 
     `finish_reason` is "stop" if the model ended the text, and "length" if the text reached the
     limit of tokens. It may also be another word from the server, and it is empty if the server
-    gives no reason.
+    gives no reason. `calls` are the calls of tools in a response to a conversation.
     """
 
     text: str
     finish_reason: str
+    calls: tuple[Call, ...] = ()
 
 
 def read_json(reply: Reply, mask: KeyMask, *, has_names: bool = False) -> Json:
@@ -265,9 +269,16 @@ def choice_of(content: Json) -> dict[str, Json]:
 
     Raises TemporaryError if the choice has no text or was aborted.
     """
+    choice = _first_choice(content)
+    if not isinstance(choice.get("text"), str):
+        raise TemporaryError("a response without text")
+    return choice
+
+
+def _first_choice(content: Json) -> dict[str, Json]:
     choices = content.get("choices") if isinstance(content, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
-    if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
+    if not isinstance(choice, dict):
         raise TemporaryError("a response without text")
     reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason.lower() in _ABORTED:
@@ -287,6 +298,42 @@ def answer_of(choice: Mapping[str, Json], parameters: Mapping[str, Json]) -> Con
     if (end := _first_stop(text, parameters)) is not None:
         return Continuation(text=text[:end], finish_reason=STOP)
     return Continuation(text=text, finish_reason=reason)
+
+
+def chat_answer_of(content: Json, parameters: Mapping[str, Json]) -> Continuation:
+    """Return the first choice of a response to a conversation.
+
+    If the response reached the limit of tokens, its finish reason is "length", even if the server
+    found calls in it.
+
+    Raises TemporaryError if the choice has no message or was aborted, or if a call has no name.
+    """
+    choice = _first_choice(content)
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        raise TemporaryError("a response without a message")
+    listed = message.get("tool_calls")
+    calls = tuple(map(_call, listed if isinstance(listed, list) else []))
+    text = message.get("content")
+    if not isinstance(text, str | None):
+        raise TemporaryError(f"a message with {json_type(text)} instead of text")
+    reason = _reason(choice, parameters)
+    if reason in _CALLED:
+        reason = _reason({**choice, "finish_reason": None}, parameters) or STOP
+    return Continuation(
+        text=_SURROGATE.sub("\ufffd", text or ""), finish_reason=reason, calls=calls
+    )
+
+
+def _call(entry: Json) -> Call:
+    function = entry.get("function") if isinstance(entry, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str):
+        raise TemporaryError("a tool call without a name")
+    arguments = function.get("arguments")
+    # Some servers return an object in the place of its text.
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return Call(*(_SURROGATE.sub("\ufffd", each) for each in (name, text)))
 
 
 def _reason(choice: Mapping[str, Json], parameters: Mapping[str, Json]) -> str:

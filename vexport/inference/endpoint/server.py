@@ -36,6 +36,7 @@ from vexport.inference.endpoint.replies import (
     RefusedError,
     TemporaryError,
     answer_of,
+    chat_answer_of,
     choice_of,
     counters_of,
     is_too_long,
@@ -46,10 +47,12 @@ from vexport.inference.endpoint.replies import (
     version_of,
 )
 from vexport.inference.row_scores import TokenLogprobs
+from vexport.inference.shipped.base import Conversation
 from vexport.records import Endpoint, Json
 from vexport.records.values import MOST_COUNT
 from vexport.rules import prompts as prompt_rules
 from vexport.rules import server as rules
+from vexport.rules import tools as tool_rules
 from vexport.version import __version__
 from vexport.words import clip
 
@@ -92,6 +95,7 @@ MODELS = "a request for the list of models (/models)"
 VERSION = "a request for the version (/version)"
 METRICS = "a request for counters (/metrics)"
 GENERATE = "a prompt as token ids (/completions)"
+CHAT = "a conversation (/chat/completions)"
 SCORE = "a prompt as token ids with echo and logprobs (/completions)"
 
 
@@ -216,6 +220,25 @@ class Server:
         most_bytes = _ANSWER_BYTES + _TEXT_TOKEN_BYTES * tokens
         return self._complete(GENERATE, {"prompt": list(prompt), **wanted}, read, most_bytes)
 
+    def chat(self, conversation: Conversation, parameters: Mapping[str, Json]) -> Continuation:
+        """Generate the response to a conversation, with `parameters` of the chat API.
+
+        The server renders the conversation, and finds the calls of tools in the response.
+        """
+        neutral = _NEUTRAL_SAMPLING if self.model.version else {}
+        given = {name: value for name, value in parameters.items() if name not in _VLLM_PARAMETERS}
+        wanted: dict[str, Json] = {**neutral, **given}
+        body: dict[str, Json] = {"messages": [*map(dict, conversation.messages)], **wanted}
+        if conversation.tools:
+            body["tools"] = [*map(dict, conversation.tools)]
+        most = wanted.get("max_tokens")
+        tokens = most if isinstance(most, int) else 0
+
+        def read(content: Json) -> Continuation:
+            return chat_answer_of(content, wanted)
+
+        return self._complete(CHAT, body, read, _ANSWER_BYTES + _TEXT_TOKEN_BYTES * tokens)
+
     def score(
         self, prompt: Sequence[int], top: int, vocabulary: int = MOST_COUNT
     ) -> list[TokenLogprobs]:
@@ -280,7 +303,7 @@ class Server:
     def _complete(
         self, purpose: str, body: dict[str, Json], read: Callable[[Json], T], most_bytes: int
     ) -> T:
-        url = f"{self._url}/completions"
+        url = f"{self._url}/{'chat/completions' if purpose == CHAT else 'completions'}"
         content = json.dumps({"model": self.model.name, **body}).encode()
         most_bytes = min(most_bytes, _MAX_ANSWER_BYTES)
 
@@ -298,6 +321,8 @@ class Server:
     ) -> InputError:
         words = self._printable(str(error))
         url = self.endpoint.url
+        if purpose == CHAT:
+            return self._refused_chat_error(body, error)
         prompt = body["prompt"]
         new = body.get("max_tokens")
         assert isinstance(prompt, list)
@@ -309,6 +334,15 @@ class Server:
         if purpose == SCORE and 400 <= error.status < 500 and error.status not in NO_KEY:
             return InputError.of(rules.NO_SCORES, url, reply=words)
         return self._refused_request_error(purpose, error)
+
+    def _refused_chat_error(self, body: Mapping[str, Json], error: RefusedError) -> InputError:
+        words = self._printable(str(error))
+        is_unsupported = error.status in NO_SUCH_PATH or 400 <= error.status < 500
+        if error.status in NO_KEY or not is_unsupported or is_too_long(str(error)):
+            return self._refused_request_error(CHAT, error)
+        if "tools" not in body:
+            return self._refused_request_error(CHAT, error)
+        return InputError.of(tool_rules.REFUSED, self.endpoint.url, reply=words, request=CHAT)
 
     def _refused_request_error(self, purpose: str, error: RefusedError) -> InputError:
         rule = rules.KEY if error.status in NO_KEY else rules.REFUSED

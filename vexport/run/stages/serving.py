@@ -61,6 +61,7 @@ def _session_inputs(run: Run, *, role: str) -> Digests:
     for folder in settings.include_path:
         # Python writes compiled modules next to a task's code when it runs.
         files += [file for file in sorted(folder.rglob("*")) if "__pycache__" not in file.parts]
+    files += [settings.tools] if settings.tools is not None else []
     ignored = {*JudgementSettings.model_fields, *TransportSettings.model_fields}
     evaluation = settings.model_dump(mode="json", exclude=ignored)
     digests = {f"`{setting}`": value_digest(value) for setting, value in evaluation.items()}

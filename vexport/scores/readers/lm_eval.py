@@ -30,6 +30,7 @@ from vexport.inference.added_keys import FINISH_REASON, SEED
 from vexport.inference.fingerprint import read_fingerprint
 from vexport.inference.questions import HASHES
 from vexport.inference.repeated import read_repeated
+from vexport.inference.shipped import in_order_of_parts
 from vexport.names import TIMESTAMP, result_files, run_name
 from vexport.records import Json, Prompting
 from vexport.records.values import join_limited
@@ -224,6 +225,7 @@ def read_lm_eval(path: Path, names: Collection[str] = ()) -> ScoreTable:
         newest |= dict.fromkeys(mapping_in(content, "configs"), file)
     if not newest:
         raise InputError.of(rules.NO_TASK, str([*contents][-1]))
+    newest = {name: newest[name] for name in in_order_of_parts([*newest])}
     merged = _merged_groups(contents)
     members = _members(merged, newest.keys())
     wanted = {each for name in names for each in members.get(name, (name,))} or {*newest}
