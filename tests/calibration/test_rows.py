@@ -484,7 +484,7 @@ def test_other_columns_of_tokens_are_noted(tmp_path: Path) -> None:
     samples = read(rows)
     assert samples.token_ids == ((5, 6), (5, 6))
     (note,) = samples.notes
-    assert_contains(note, "loss_mask and weights", "2 rows", "not used yet")
+    assert_contains(note, "loss_mask and weights", "2 rows", "not used: all tokens")
     assert "topics" not in note
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from jinja2 import nodes
 
@@ -31,6 +31,11 @@ from vexport.rules.book import Rule
 # A message as rows.py makes it: a role, and content that is text, a list of parts or None.
 Message = Mapping[str, Any]
 ContentFormat = Literal["string", "openai"]
+# First character of a part of a text, and the first character after it.
+Span = tuple[int, int]
+T = TypeVar("T")
+# A tag of transformers' templates: text up to `endgeneration` is the assistant's.
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Types of content parts with text, and the key that holds the text.
 _TEXT_OF_PART = {
     "text": "text",
@@ -83,14 +88,20 @@ class RowError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Turns of a conversation as messages of OpenAI's chat API, and the tools of the model."""
+    """Turns of a conversation as messages of OpenAI's chat API, and the tools of the model.
+
+    `loss_mask` is the unchecked column of the row with this name.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[Message, ...] = ()
+    loss_mask: object = None
 
 
 class ChatTokenizer(Protocol):
-    """Method of a transformers tokenizer that renders a chat template."""
+    """Method of a transformers tokenizer that renders a chat template, and its special tokens."""
+
+    special_tokens_map: Mapping[str, Any]
 
     def apply_chat_template(
         self, conversation: object, *, tools: object, chat_template: str, tokenize: bool
@@ -116,15 +127,54 @@ def render_conversation(tokenizer: ChatTokenizer, template: str, conversation: C
     Raises RowError with the reason if the template refuses the conversation, as a server would. A
     chat template is a program from the checkpoint, so its time and memory are limited.
     """
+
+    def render(messages: Sequence[Message]) -> str:
+        return tokenizer.apply_chat_template(
+            messages,
+            tools=list(conversation.tools) or None,
+            chat_template=template,
+            tokenize=False,
+        )
+
+    return _limited(render, template, conversation)
+
+
+def marks_answers(template: str) -> bool:
+    """Return True if a chat template marks the assistant's turns with `{% generation %}`."""
+    return _GENERATION.search(template) is not None
+
+
+def marked_spans(
+    tokenizer: ChatTokenizer, template: str, conversation: Conversation
+) -> Sequence[Span]:
+    """Return the parts of a conversation's text that the template marks as the assistant's.
+
+    Raises RowError like `render_conversation`.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def render(messages: Sequence[Message]) -> Sequence[Span]:
+        spans: Sequence[Span]
+        _, (spans,) = render_jinja_template(
+            [messages],
+            tools=list(conversation.tools) or None,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+        return spans
+
+    return _limited(render, template, conversation)
+
+
+def _limited(
+    render: Callable[[Sequence[Message]], T], template: str, conversation: Conversation
+) -> T:
+    """Call `render` with the messages that vLLM passes to the template, within limits."""
     messages = served_messages(conversation.messages, template)
     try:
         with time_limit(TEMPLATE_SECONDS), memory_limit(TEMPLATE_BYTES):
-            return tokenizer.apply_chat_template(
-                messages,
-                tools=list(conversation.tools) or None,
-                chat_template=template,
-                tokenize=False,
-            )
+            return render(messages)
     except MemoryError:
         reason = f"it needs more than {TEMPLATE_BYTES >> 30} GB of memory"
     except Exception as error:

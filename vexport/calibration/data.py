@@ -5,12 +5,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from functools import cache, cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from vexport import foreign
+from vexport.calibration.answers import MARKS, answer_spans, in_spans, marked_tokens
 from vexport.calibration.conversations import (
     ARGUMENTS,
     CALLS,
@@ -20,6 +22,9 @@ from vexport.calibration.conversations import (
     ChatTokenizer,
     Conversation,
     RowError,
+    Span,
+    marked_spans,
+    marks_answers,
     render_conversation,
     unrendered_parts,
 )
@@ -27,7 +32,7 @@ from vexport.calibration.file_rows import RawRow, content_of
 from vexport.calibration.folders import notes_on_folder
 from vexport.calibration.picture_rows import row_with_pictures
 from vexport.calibration.pictures import PictureProcessor, PictureSample, read_picture
-from vexport.calibration.rows import Row, parse_row, refuse_media, texts_of_turns
+from vexport.calibration.rows import SEPARATOR, Row, as_text, parse_row, refuse_media
 from vexport.calibration.sources import raw_rows
 from vexport.calibration.splits import TEXT, data_suffix
 from vexport.checkpoint.chat_template import DEFAULT as DEFAULT_TEMPLATE
@@ -47,7 +52,7 @@ CHARACTERS_PER_TOKEN = 64
 # Assumed maximum number of tokens that a chat template and the tokenizer add to a string of a row.
 TEMPLATE_TOKENS = 32
 # Reading ends after MAX_BROKEN_ROWS broken rows, or if the first MAX_MULTIMODAL_ROWS rows all have
-# images, video or sound.
+# images, video or sound, or no answer.
 MAX_BROKEN_ROWS, MAX_MULTIMODAL_ROWS = 10, 10_000
 # Reading also ends if the first MAX_LONG_ROWS rows all have pictures that do not fit in a sample.
 MAX_LONG_ROWS = 100
@@ -78,6 +83,8 @@ _NOTES: Mapping[str, str] = {
 _SHARED = (rules.JSON_ROW, rules.NO_TEXT, rules.REMOTE_PICTURE, rules.PICTURE_TOKENS)
 _SKIPPED = (rules.NO_TEXT, rules.PICTURE_TOKENS)
 T = TypeVar("T")
+# The id of a token, and whether statistics count it.
+Token = tuple[int, bool]
 
 
 class Tokenizer(ChatTokenizer, Protocol):
@@ -87,8 +94,13 @@ class Tokenizer(ChatTokenizer, Protocol):
     eos_token_id: int | None
     all_special_ids: Sequence[int]
     chat_template: object
+    is_fast: bool
 
     def __len__(self) -> int: ...
+
+    def __call__(
+        self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool
+    ) -> Mapping[str, Sequence[Any]]: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
@@ -99,6 +111,7 @@ class Tokenizer(ChatTokenizer, Protocol):
 class Samples:
     """Token ids of each sample, and the number (from 1) of the row in which it begins.
 
+    `counted` is True for each token that statistics count, and empty if they count all tokens.
     `data` is the name of the data set. For samples of several data sets, `origins` has the name of
     the data set of each sample. If any sample has pictures, `pictures` has an entry for each
     sample. `notes` are sentences about skipped rows and about parts of conversations that the chat
@@ -107,6 +120,7 @@ class Samples:
 
     token_ids: tuple[tuple[int, ...], ...]
     rows: tuple[int, ...]
+    counted: tuple[tuple[bool, ...], ...] = ()
     data: str = ""
     origins: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -125,9 +139,19 @@ class Samples:
         return self.pictures[position] if self.pictures else None
 
     @property
+    def counted_digest(self) -> str:
+        """Return the SHA-256 of `counted`, or an empty string if statistics count all tokens."""
+        return digest_bytes(json.dumps(self.counted).encode()) if self.counted else ""
+
+    @property
     def tokens(self) -> int:
         """Return the number of tokens in all samples."""
         return sum(len(ids) for ids in self.token_ids)
+
+    @property
+    def counted_tokens(self) -> int:
+        """Return the number of tokens that statistics count."""
+        return sum(map(sum, self.counted)) if self.counted else self.tokens
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -144,6 +168,7 @@ class Samples:
             self,
             token_ids=tuple(self.token_ids[position] for position in positions),
             rows=tuple(self.rows[position] for position in positions),
+            counted=tuple(self.counted[position] for position in positions if self.counted),
             origins=tuple(self.origins[position] for position in positions if self.origins),
             pictures=tuple(self.pictures[position] for position in positions if self.pictures),
         )
@@ -167,9 +192,10 @@ def read_samples(
 
     Conversations go through the chat template as in
     vLLM's chat endpoint. Rows with images, video or sound are skipped, with a note. If
-    `with_pictures` is set, the checkpoint's processor prepares rows with images. The samples of
-    several data sets are mixed evenly. Raises InputErrors for broken rows, and EnvironmentFault if
-    the hub cannot be reached or a package is missing.
+    `with_pictures` is set, the checkpoint's processor prepares rows with images. With
+    `answers_only`, statistics count only tokens of answers, and samples without any are skipped.
+    The samples of several data sets are mixed evenly. Raises InputErrors for broken rows, and
+    EnvironmentFault if the hub cannot be reached or a package is missing.
     """
     sources = (data,) if isinstance(data, CalibrationData) else tuple(data)
     load = partial(load_tokenizer, checkpoint, trust_remote_code=trust_remote_code)
@@ -196,6 +222,7 @@ def _mixed(parts: Sequence[Samples]) -> Samples:
     whole = Samples(
         token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
         rows=tuple(chain.from_iterable(part.rows for part in parts)),
+        counted=tuple(chain.from_iterable(part.counted for part in parts)),
         data=", ".join(f"{part.data} ({plural(len(part.rows), 'sample')})" for part in parts),
         origins=tuple(part.data for part in parts for _ in part.rows),
         notes=tuple(chain.from_iterable(part.notes for part in parts)),
@@ -247,17 +274,24 @@ def has_conversations(data: CalibrationData) -> bool:
     return any(row.conversation is not None and row.text is None for row in rows)
 
 
-def require_chat_template(root: Path, text: str, *, name: str) -> None:
-    """Raise InputError if the model in `root` has no chat template for the conversations of `text`.
+def require_chat_template(root: Path, data: CalibrationData, *, name: str) -> None:
+    """Raise InputError if the model in `root` has no chat template for the conversations of `data`.
 
-    `name` is the model as the user wrote it.
+    If only answers count, the template must mark them. `name` is the model as the user wrote it.
     """
-    if not chat_templates(root):
-        raise _no_chat_template_error(name, text)
+    templates = chat_templates(root)
+    if not templates:
+        raise _no_chat_template_error(name, data.name)
+    if data.answers_only and not any(map(marks_answers, templates.values())):
+        raise _no_marks_error(name, data.name)
 
 
 def _no_chat_template_error(model: str, text: str) -> InputError:
     return InputError.of(rules.CHAT_TEMPLATE, model, text=text, file=TEMPLATE_FILE)
+
+
+def _no_marks_error(model: str, text: str) -> InputError:
+    return InputError.of(rules.ANSWER_MARKS, model, text=text, file=TEMPLATE_FILE)
 
 
 def _no_rows_error(name: str) -> InputError:
@@ -279,15 +313,15 @@ def first_texts(data: CalibrationData, limit: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """Token ids of a row.
+    """Tokens of a row.
 
     If rows are packed, a sample may start in the middle of this row. The tokens `start` are then
     put in front of the sample. A row with pictures is never packed.
     """
 
     number: int
-    ids: Sequence[int]
-    start: Sequence[int] = ()
+    tokens: Sequence[Token]
+    start: Sequence[Token] = ()
     pictures: PictureSample | None = None
 
 
@@ -382,6 +416,8 @@ class _Reader(_RowReader):
         self.number_read = 0
         self._omitted = Counter[str]()
         self._unused = Counter[str]()
+        # The number of samples that were skipped because no token counts.
+        self._number_without_answer = 0
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -422,22 +458,40 @@ class _Reader(_RowReader):
     def samples(self) -> Samples:
         """Read the samples of the data set, as far as its rows are not broken."""
         data = self._data
-        tokens = self.converted(self._tokenized)
-        rows = _packed(tokens, data) if self.packs else tokens
-        samples = list(islice(rows, data.samples))
+        rows = self.converted(self._tokenized)
+        whole = _packed(rows, data) if self.packs else rows
+        cut = (replace(row, tokens=row.tokens[: data.seq_len]) for row in whole)
+        samples = list(islice(self._with_answer(cut), data.samples))
         self.number_read = len(samples)
-        return Samples(
-            token_ids=tuple(tuple(row.ids[: data.seq_len]) for row in samples),
+        counted = [tuple(is_counted for _, is_counted in row.tokens) for row in samples]
+        read = Samples(
+            token_ids=tuple(tuple(token for token, _ in row.tokens) for row in samples),
             rows=tuple(row.number for row in samples),
-            data=data.name,
-            notes=tuple(self.notes()),
+            counted=tuple(counted) if data.answers_only else (),
+            data=f"the answers in {data.name}" if data.answers_only else data.name,
             pictures=tuple(row.pictures for row in samples)
             if any(row.pictures for row in samples)
             else (),
         )
+        return replace(read, notes=(*self.notes(), *self._notes_on_answers(read)))
+
+    def _with_answer(self, samples: Iterable[_Tokens]) -> Iterator[_Tokens]:
+        """Yield the samples that have a counted token, until there are too many others."""
+        has_answers = False
+        for sample in samples:
+            if any(is_counted for _, is_counted in sample.tokens):
+                has_answers = True
+                yield sample
+                continue
+            self._number_without_answer += 1
+            if not has_answers and self._number_without_answer == MAX_MULTIMODAL_ROWS:
+                return
 
     def no_rows_error(self) -> InputError:
         """Return the error for data without any row that calibration can use."""
+        if self._number_without_answer:
+            number = self._number_without_answer
+            return InputError.of(rules.NO_ANSWERS, self._data.name, count=number)
         if self.long:
             place, needed = self.long[0]
             return InputError.of(
@@ -477,24 +531,41 @@ class _Reader(_RowReader):
         if self._unused:
             columns = join_limited(list(self._unused), " and ", MAX_NAMED_COLUMNS)
             rows = plural(max(self._unused.values()), "row")
+            alike = ": all tokens count alike, except for those that attention_mask hides"
+            yield f"{name}: {columns} of {rows} not used{'' if self._data.answers_only else alike}"
+
+    def _notes_on_answers(self, read: Samples) -> Iterator[str]:
+        data = self._data
+        if not data.answers_only:
+            return
+        yield (
+            f"{data.name}: {read.counted_tokens:,} of {plural(read.tokens, 'token')} are answers; "
+            "the other tokens run, and do not count"
+        )
+        if number := self._number_without_answer:
             yield (
-                f"{name}: {columns} of {rows} not used yet: all tokens count alike, except for "
-                "those that attention_mask hides"
+                f"{data.name}: skipped {plural(number, 'sample')} without an answer in "
+                f"{plural(data.seq_len, 'token')}"
             )
 
     def _tokenized(self, raw: RawRow, row: Row) -> _Tokens:
-        self._unused.update(row.unused)
+        used = MARKS if self._data.answers_only else ()
+        self._unused.update(name for name in row.unused if name not in used)
         if row.pictures:
             return self._with_pictures(raw, row)
         uses_text = not self._data.chat_template or self._data.name == DEFAULT
         if uses_text and row.conversation is not None and row.text is None:
-            row = replace(row, text="\n\n".join(texts_of_turns(row.conversation)))
+            row = as_text(row, row.conversation)
         max_tokens = self._data.seq_len * (self._data.samples if self.packs else 1)
-        ids, start = self._ids(row, max_tokens, begins=not (self.packs and raw.continues_previous))
+        begins = not (self.packs and raw.continues_previous)
+        tokens, start = self._tokens(row, max_tokens, begins=begins)
+        ids = [token for token, _ in tokens]
         self._require_valid(ids)
         end = self.tokenizer.eos_token_id if self.packs and row.ids is None else None
-        is_ended = end is None or raw.continues_previous or ids[-1] == end
-        return _Tokens(number=raw.number, ids=ids if is_ended else (*ids, end), start=start)  # type: ignore[arg-type]
+        if end is not None and not raw.continues_previous and ids[-1] != end:
+            tokens = [*tokens, (end, tokens[-1][1])]
+        starts = [(token, not self._data.answers_only) for token in start]
+        return _Tokens(number=raw.number, tokens=tokens, start=starts)
 
     def _require_valid(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -524,8 +595,32 @@ class _Reader(_RowReader):
         needed = 1 + max(place for place, token in enumerate(ids) if token in self._media_ids)
         if needed > self._data.seq_len:
             raise RowError(f"{needed:,} tokens", rules.PICTURE_TOKENS)
-        ids = ids[: self._data.seq_len]
-        return _Tokens(number=raw.number, ids=ids, pictures=replace(sample, tokens=len(ids)))
+        tokens = self._with_answers(row, text, ids)[: self._data.seq_len]
+        return _Tokens(
+            number=raw.number, tokens=tokens, pictures=replace(sample, tokens=len(tokens))
+        )
+
+    def _with_answers(self, row: Row, text: str, ids: Sequence[int]) -> Sequence[Token]:
+        """Return the tokens of a text with pictures, of which the processor returned `ids`.
+
+        Answers are found in the tokens of the text. The processor puts several tokens in the place
+        of a picture. Without a chat template, no token is an answer.
+        """
+        if not self._data.answers_only:
+            return [(token, True) for token in ids]
+        conversation = row.conversation if self._data.chat_template else None
+        template = self._template(conversation) if conversation else None
+        if conversation is None or template is None:
+            return [(token, False) for token in ids]
+        spans = self._spans(conversation, template)
+        tokens = self._encode_answers(text, spans, add_special_tokens=False)
+        counted = [False] * len(ids)
+        matcher = SequenceMatcher(None, [token for token, _ in tokens], ids, autojunk=False)
+        for start, place, length in matcher.get_matching_blocks():
+            counted[place : place + length] = [
+                is_counted for _, is_counted in tokens[start : start + length]
+            ]
+        return list(zip(ids, counted, strict=True))
 
     def _text_with_marks(self, row: Row) -> tuple[str, bool]:
         """Return the text of a row with marks for its pictures, and True if a template made it."""
@@ -538,15 +633,15 @@ class _Reader(_RowReader):
         text = row.text
         if text is None and not self._data.chat_template and conversation is not None:
             marks = PICTURE_MARK * len(row.pictures)
-            text = "\n\n".join([marks, *texts_of_turns(conversation)])
+            text = f"{marks}{SEPARATOR}{as_text(row, conversation).text}"
         if text is None:
             raise _no_chat_template_error(str(self._checkpoint), self._data.name)
         return text, False
 
-    def _ids(
+    def _tokens(
         self, row: Row, max_tokens: int, *, begins: bool
-    ) -> tuple[Sequence[int], Sequence[int]]:
-        """Return a row's token ids, and the start tokens for samples that begin inside the row.
+    ) -> tuple[Sequence[Token], Sequence[int]]:
+        """Return a row's tokens, and the start tokens for samples that begin inside the row.
 
         Only the beginning of the text, enough for `max_tokens` tokens, is tokenized. `begins` is
         False if the row continues the previous row. Raises InputError if the row needs a chat
@@ -556,7 +651,7 @@ class _Reader(_RowReader):
         """
         if row.ids is not None:
             _refuse_ids(row.ids, self._media_ids_of_config)
-            return row.ids, ()
+            return self._marked(row, row.ids), ()
         words = self._media_words
         if found := next((word for text in row.texts() for word in words if word in text), None):
             raise RowError(found, rules.NO_TEXT)
@@ -565,17 +660,27 @@ class _Reader(_RowReader):
         template = self._template(conversation) if conversation else None
         if conversation is not None and template is not None:
             text = self._rendered(conversation, template)
-            ids = self._encode(text[:most], add_special_tokens=False)
+            spans = self._spans(conversation, template)
+            tokens = self._encode_answers(text[:most], spans, add_special_tokens=False)
             bos = self.tokenizer.bos_token_id
-            return ids, (bos,) if bos is not None and ids[:1] == [bos] else ()
+            return tokens, (bos,) if bos is not None and tokens[0][:1] == (bos,) else ()
         if row.text is None:
             raise _no_chat_template_error(str(self._checkpoint), self._data.name)
-        ids = self._encode(row.text[:most], add_special_tokens=begins)
+        tokens = self._encode_answers(row.text[:most], row.answers, add_special_tokens=begins)
+        ids = [token for token, _ in tokens]
         start = self._start
         if begins and start and ids[: 2 * len(start)] == [*start, *start]:
-            ids = ids[len(start) :]  # the text itself begins with BOS
+            tokens = tokens[len(start) :]  # the text itself begins with BOS
         _refuse_ids(ids, self._media_ids)
-        return ids, start
+        return tokens, start
+
+    def _marked(self, row: Row, ids: Sequence[int]) -> Sequence[Token]:
+        """Return the tokens of a row of token ids."""
+        if not self._data.answers_only:
+            return [(token, True) for token in ids]
+        marked = marked_tokens(row.marks, len(ids) + len(row.hidden))
+        visible = (each for place, each in enumerate(marked) if place not in row.hidden)
+        return list(zip(ids, visible, strict=True))
 
     @cached_property
     def _media_ids_of_config(self) -> frozenset[int]:
@@ -594,14 +699,35 @@ class _Reader(_RowReader):
         except Exception as error:
             raise RowError(f"a text that the tokenizer refuses ({first_line(error)})") from None
 
+    def _encode_answers(
+        self, text: str, answers: Sequence[Span], *, add_special_tokens: bool
+    ) -> Sequence[Token]:
+        """Return the tokens of a text. If only answers count, `answers` are their characters."""
+        ids = self._encode(text, add_special_tokens=add_special_tokens)
+        if not self._data.answers_only:
+            return [(token, True) for token in ids]
+        if not self.tokenizer.is_fast:
+            raise InputError.of(rules.TOKEN_OFFSETS, str(self._checkpoint))
+        encoded = self.tokenizer(
+            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True
+        )
+        return list(zip(ids, in_spans(encoded["offset_mapping"], answers), strict=True))
+
     def _template(self, conversation: Conversation) -> str | None:
         """Return the chat template for a conversation, as vLLM and transformers choose it."""
         if conversation.tools and TOOL_TEMPLATE in self._templates:
             return self._templates[TOOL_TEMPLATE]
         return self._templates.get(DEFAULT_TEMPLATE)
 
-    def _rendered(self, conversation: Conversation, template: str) -> str:
+    def _spans(self, conversation: Conversation, template: str) -> Sequence[Span]:
+        """Return the answers in the text of a conversation, or nothing if all tokens count."""
+        if not self._data.answers_only:
+            return ()
+        if not marks_answers(template):
+            raise _no_marks_error(str(self._checkpoint), self._data.name)
+        return answer_spans(conversation, marked_spans(self.tokenizer, template, conversation))
 
+    def _rendered(self, conversation: Conversation, template: str) -> str:
         render = partial(render_conversation, self.tokenizer, template)
         text = render(conversation)
         self._omitted.update(unrendered_parts(conversation, text, render))
@@ -636,7 +762,7 @@ def _packed(rows: Iterable[_Tokens], data: CalibrationData) -> Iterator[_Tokens]
     The last sample contains the remaining tokens. Every sample starts like a served prompt: with
     BOS, if the tokenizer adds BOS. A row with pictures is a sample of its own.
     """
-    pending, number = list[int](), 0
+    pending, number = list[Token](), 0
     for row in rows:
         if row.pictures is not None:
             yield row
@@ -644,20 +770,20 @@ def _packed(rows: Iterable[_Tokens], data: CalibrationData) -> Iterator[_Tokens]
         start = list(row.start) if len(row.start) < data.seq_len else []
         if not pending:
             number = row.number
-            pending = _with_start(list(row.ids), start)
+            pending = _with_start(list(row.tokens), start)
         else:
-            pending.extend(row.ids)
+            pending.extend(row.tokens)
         while len(pending) >= data.seq_len:
-            yield _Tokens(number=number, ids=pending[: data.seq_len])
+            yield _Tokens(number=number, tokens=pending[: data.seq_len])
             rest, number = pending[data.seq_len :], row.number
             pending = _with_start(rest, start) if rest else []
     if pending:
-        yield _Tokens(number=number, ids=pending)
+        yield _Tokens(number=number, tokens=pending)
 
 
-def _with_start(ids: list[int], start: list[int]) -> list[int]:
-    """Return the ids with the tokens `start` in front, unless they already begin with `start`."""
-    return ids if ids[: len(start)] == start else [*start, *ids]
+def _with_start(tokens: list[Token], start: list[Token]) -> list[Token]:
+    """Return the tokens with `start` in front, unless they already begin with `start`."""
+    return tokens if tokens[: len(start)] == start else [*start, *tokens]
 
 
 def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> Tokenizer:

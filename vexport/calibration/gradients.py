@@ -16,7 +16,7 @@ import torch
 
 from vexport.calibration.capture import float32_head_gradient
 from vexport.calibration.data import Samples
-from vexport.calibration.inputs import expert_runner_of
+from vexport.calibration.inputs import Counted, expert_runner_of
 from vexport.calibration.model import HiddenStates, joined
 from vexport.calibration.walk import Layer, LayerWalk, Watcher
 from vexport.records import OnProgress, silent
@@ -113,7 +113,16 @@ class Gradients:
     def _head_gradient(self, index: int) -> torch.Tensor | None:
         """Compute the gradient of the last layer's output."""
         states = self._layer_input(len(self._walk.layers), index)
-        return _gradient(states, partial(self._walk.logits, index), self._logits_gradient)
+        output_gradient = partial(self._counted_gradient, index)
+        return _gradient(states, partial(self._walk.logits, index), output_gradient)
+
+    def _counted_gradient(self, index: int, logits: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the cross-entropy, which is zero at tokens that do not count."""
+        errors = self._logits_gradient(logits)
+        counted = self._walk.counted_of(index)
+        if counted is not None:
+            errors[:, ~counted] = 0
+        return errors
 
     def _logits_gradient(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the cross-entropy for logits (1, tokens, vocabulary).
@@ -198,15 +207,17 @@ def octaves(tokens: int) -> torch.Tensor:
 class TokenWeigher:
     """Averages the squared gradients of the outputs of linear modules and modules of experts.
 
-    `lengths` contains the number of tokens of each row.
+    `lengths` contains the number of tokens of each row. `counted_now` returns the counted tokens of
+    the row that runs.
     """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], counted_now: Callable[[], Counted]) -> None:
+        self._counted_now = counted_now
         # For each module (2, octaves): the sums of squared gradients, and the numbers of tokens.
         self._sums: dict[str, torch.Tensor] = {}
         # For each row and module, the squared gradient of each token. They stay on the device until
         # the layer is finished.
-        self._seen = list[tuple[str, torch.Tensor]]()
+        self._seen = list[tuple[str, torch.Tensor, Counted]]()
         self._lengths = set(lengths)
 
     def enter(self, layer: Layer) -> None:
@@ -221,14 +232,17 @@ class TokenWeigher:
 
     def leave(self, layer: Layer) -> None:
         """Add the squared gradients of the layer's modules to the sums."""
-        for name, squares in self._seen:
-            self._add(name, squares.cpu())
+        for name, squares, counted in self._seen:
+            self._add(name, squares.cpu(), None if counted is None else counted.cpu())
         self._seen.clear()
 
     def mean_squares(self) -> GradientSquares:
-        """Return the mean squares of the gradients by module. Leave out modules with overflows."""
+        """Return the mean squares of the gradients by module. Leave out modules with overflows.
+
+        Octaves without a counted token have the mean of all counted tokens.
+        """
         return {
-            name: tuple((squares / counts.clamp_min(1)).tolist())
+            name: _means(squares, counts)
             for name, (squares, counts) in self._sums.items()
             if bool(torch.isfinite(squares).all())
         }
@@ -237,16 +251,25 @@ class TokenWeigher:
         self, name: str, module: torch.nn.Module, inputs: object, output: object
     ) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(partial(self._add_gradient, name))  # type: ignore[no-untyped-call]
+            add_gradient = partial(self._add_gradient, name, self._counted_now())
+            output.register_hook(add_gradient)  # type: ignore[no-untyped-call]
 
-    def _add_gradient(self, name: str, gradient: torch.Tensor) -> None:
+    def _add_gradient(self, name: str, counted: Counted, gradient: torch.Tensor) -> None:
         squares = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32).square().sum(-1)
-        self._seen.append((name, squares))
+        self._seen.append((name, squares, counted))
 
-    def _add(self, name: str, squares: torch.Tensor) -> None:
+    def _add(self, name: str, squares: torch.Tensor, counted: Counted) -> None:
         if len(squares) not in self._lengths:  # the module did not see every token
             return
         if name not in self._sums:
             self._sums[name] = torch.zeros(2, int(octaves(max(self._lengths))[-1]) + 1)
         both = torch.stack([squares, torch.ones(len(squares))])
+        if counted is not None:
+            both *= counted
         self._sums[name].index_add_(1, octaves(len(squares)), both)
+
+
+def _means(squares: torch.Tensor, counts: torch.Tensor) -> tuple[float, ...]:
+    means = squares / counts.clamp_min(1)
+    means[counts == 0] = squares.sum() / counts.sum().clamp_min(1)
+    return tuple(means.tolist())

@@ -18,8 +18,10 @@ import torch
 
 from vexport.architectures.fusion import moe_layer
 from vexport.calibration.weights import Weights, last_part
+from vexport.errors import InputError
 from vexport.formats.plan import FusionGroup
 from vexport.records import LinearPlan
+from vexport.rules.calibration import ANSWERS_OF_EXPERTS
 
 # The attributes that describe the layout of an experts module in transformers' interface.
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "down_proj")
@@ -175,6 +177,37 @@ def expert_runner_of(module: torch.nn.Module) -> ExpertRunner | None:
 
 # The input of a linear module, or the tokens and routes of a module of experts.
 Value = torch.Tensor | RoutedTokens
+# True for each token of a row that statistics count, or None if they count all tokens.
+Counted = torch.Tensor | None
+
+
+def counted_rows(value: torch.Tensor, counted: Counted, name: str) -> torch.Tensor:
+    """Return the counted tokens (tokens, columns) of a value (..., columns), or the whole value.
+
+    Raises InputError if the value of the module `name` does not have all tokens of the row.
+    """
+    if counted is None:
+        return value
+    rows = value.reshape(-1, value.shape[-1])
+    if len(rows) != len(counted):
+        raise InputError.of(ANSWERS_OF_EXPERTS, name)
+    return rows[counted]
+
+
+def counted_value(value: Value, counted: torch.Tensor, name: str) -> Value:
+    """Return an input with only its counted tokens. Raises InputError like `counted_rows`."""
+    if not isinstance(value, RoutedTokens):
+        return counted_rows(value, counted, name)
+    places = counted.cumsum(0) - 1
+    chosen = [counted[route] for route in value.routes]
+    pairs = list(zip(value.routes, value.weights, chosen, strict=True))
+    return RoutedTokens(
+        tokens=counted_rows(value.tokens, counted, name),
+        routes=tuple(places[route[is_counted]] for route, _, is_counted in pairs),
+        weights=tuple(weight[is_counted] for _, weight, is_counted in pairs),
+    )
+
+
 # Inputs by the module's name in the model.
 RecordedInputs = Mapping[str, Value]
 
@@ -279,6 +312,11 @@ class Site:
     groups: tuple[FusionGroup, ...]
     expert: int | None = None
     is_aligned: bool = True
+
+    def require_order(self, counted: Counted) -> None:
+        """Raise InputError if only some tokens count, and the module sees tokens in any order."""
+        if counted is not None and not self.is_aligned:
+            raise InputError.of(ANSWERS_OF_EXPERTS, self.name)
 
     @property
     def groups_rounded_by_text(self) -> tuple[FusionGroup, ...]:

@@ -7,14 +7,16 @@ such messages as vLLM does before it renders them.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from vexport.calibration.answers import LOSS_MASK, MARKS
 from vexport.calibration.conversations import (
     Conversation,
     Message,
     RowError,
+    Span,
     media_of_part,
 )
 from vexport.records.values import json_type
@@ -43,6 +45,8 @@ _ANSWERS = (
 # Text that belongs to a question: Alpaca's input, Dolly's context.
 _CONTEXTS = ("input", "context")
 _SYSTEM = ("system", "system_prompt")
+# Text between the turns of a conversation that is read as plain text.
+SEPARATOR = "\n\n"
 # Column with 0 for each token that is padding.
 MASK = "attention_mask"
 # Keys under which logs of OpenAI's API store the request.
@@ -83,14 +87,19 @@ _PLACEHOLDER = re.compile(
 class Row:
     """Content of a row: token ids, a conversation or a text.
 
-    A conversation may also have a text, which a model without a chat template uses. `unused` names
-    the columns with a value for each token that calibration does not use, such as `labels`.
-    `pictures` are set by picture_rows.py, for models that see.
+    A conversation may also have a text, which a model without a chat template uses. `answers` are
+    the parts of the text that answer its other parts. `marks` has the row's columns of
+    `answers.MARKS`, unchecked. `hidden` has the places of the tokens that are padding. They are not
+    in `ids`. `unused` names other columns with a value for each token. `pictures` are set by
+    picture_rows.py, for models that see.
     """
 
     ids: tuple[int, ...] | None = None
     conversation: Conversation | None = None
     text: str | None = None
+    answers: tuple[Span, ...] = ()
+    marks: Mapping[str, object] = field(default_factory=dict)
+    hidden: frozenset[int] = frozenset()
     unused: tuple[str, ...] = ()
     pictures: "tuple[Picture, ...]" = ()
 
@@ -211,12 +220,14 @@ def _row_of_tokens(raw: Mapping[object, object], key: str, ids: Sequence[int]) -
         if name != key and _is_list_of_numbers(values) and len(values) == len(ids)
     }
     mask = of_tokens.pop(MASK, None)
+    marks = {name: raw[name] for name in MARKS if raw.get(name) is not None}
     if mask is None and key == "input_ids" and raw.get(MASK) is not None:
         raise RowError(_describe_mask(raw[MASK], len(ids)))
-    visible = [token for token, is_visible in zip(ids, mask or (), strict=False) if is_visible]
-    if mask and not visible:
+    hidden = frozenset(place for place, is_visible in enumerate(mask or ()) if not is_visible)
+    if mask and len(hidden) == len(ids):
         raise RowError(f"{MASK} that hides all tokens")
-    return Row(ids=tuple(visible if mask else ids), unused=tuple(of_tokens))
+    visible = tuple(token for place, token in enumerate(ids) if place not in hidden)
+    return Row(ids=visible, marks=marks, hidden=hidden, unused=tuple(of_tokens))
 
 
 def _describe_mask(mask: object, tokens: int) -> str:
@@ -247,13 +258,17 @@ def _parsed_turns(value: object, key: str) -> object:
 
 def _row_of_pair(raw: Mapping[object, object], question: str, answer: str) -> Row:
     asked, answered = (_parsed_turns(raw[key], key) for key in (question, answer))
-    text, messages = None, list[Message]()
+    text = None
+    answers: tuple[Span, ...] = ()
+    messages = list[Message]()
     if isinstance(asked, str) and isinstance(answered, str):
         contexts = () if question == "prompt" else _CONTEXTS
         values = [raw.get(key) for key in contexts if key not in (question, answer)]
         more = [value for value in values if isinstance(value, str) and value.strip()]
         asked = "\n".join([asked, *more])
-        text = asked + ("" if question == "prompt" else "\n") + answered
+        before = asked + ("" if question == "prompt" else "\n")
+        text = before + answered
+        answers = ((len(before), len(text)),)
         messages = list(_history(raw))
     for key, role, value in ((question, "user", asked), (answer, "assistant", answered)):
         if isinstance(value, str):
@@ -264,7 +279,7 @@ def _row_of_pair(raw: Mapping[object, object], question: str, answer: str) -> Ro
             raise RowError(
                 f"a {question} and {answer} that are not two strings or two lists of messages"
             )
-    return Row(conversation=_conversation(raw, messages), text=text)
+    return Row(conversation=_conversation(raw, messages), text=text, answers=answers)
 
 
 def _row_of_log(raw: Mapping[object, object], request: Mapping[object, object]) -> Row:
@@ -295,14 +310,17 @@ def _conversation(raw: Mapping[object, object], messages: Sequence[Message]) -> 
     """Return a row's messages and tools. Prepend the system prompt if another column has it."""
     if not messages:
         raise RowError("a conversation without turns")
+    mask = raw.get(LOSS_MASK)
     if messages[0]["role"] != "system":
         systems = [raw[key] for key in _SYSTEM if isinstance(raw.get(key), str) and raw[key]]
         messages = [*(_turn("system", str(text)) for text in systems[:1]), *messages]
+        if systems and isinstance(mask, list | tuple):
+            mask = [0, *mask]
     value = next(
         (raw[key] for key in ("tools", "functions") if raw.get(key) not in (None, "", [])), None
     )
     tools = () if value is None else tuple(map(_tool, _as_list(value, "tools")))
-    return Conversation(messages=tuple(messages), tools=tools)
+    return Conversation(messages=tuple(messages), tools=tools, loss_mask=mask)
 
 
 def _tool(value: object) -> Message:
@@ -513,14 +531,18 @@ def placeholders(text: str) -> Iterator[tuple[int, int]]:
             yield found.span()
 
 
-def texts_of_turns(conversation: Conversation) -> Iterator[str]:
-    """Yield the text of each turn that has text."""
+def as_text(row: Row, conversation: Conversation) -> Row:
+    """Return a row with the texts of a conversation's turns as its text."""
+    text, answers = "", list[Span]()
     for message in conversation.messages:
         content = message.get("content")
         parts = content if isinstance(content, list) else [content]
         texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-        if text := "\n".join(text for text in texts if isinstance(text, str)):
-            yield text
+        if turn := "\n".join(part for part in texts if isinstance(part, str)):
+            text += f"{SEPARATOR}{turn}" if text else turn
+            if message["role"] == "assistant":
+                answers.append((len(text) - len(turn), len(text)))
+    return replace(row, text=text, answers=tuple(answers))
 
 
 def _strings(value: object) -> Iterator[str]:

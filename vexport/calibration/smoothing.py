@@ -22,6 +22,7 @@ from vexport.architectures.config import text_config
 from vexport.architectures.fusion import moe_layer
 from vexport.calibration.data import Samples
 from vexport.calibration.gradients import Gradients, GradientSquares, TokenWeigher
+from vexport.calibration.inputs import Counted, counted_rows
 from vexport.calibration.model import joined
 from vexport.calibration.walk import Layer, LayerWalk, Watcher
 from vexport.calibration.weights import Weights
@@ -51,13 +52,21 @@ class _Fold:
 class Smoother:
     """Smooths the inputs of some groups, layer by layer.
 
-    The scales are computed from the inputs and their gradients.
+    The scales are computed from the inputs of the counted tokens and their gradients. `counted_now`
+    returns the counted tokens of the row that runs.
     """
 
-    def __init__(self, groups: Sequence[FusionGroup], strength: float, weights: Weights) -> None:
+    def __init__(
+        self,
+        groups: Sequence[FusionGroup],
+        strength: float,
+        weights: Weights,
+        counted_now: Callable[[], Counted],
+    ) -> None:
         # The exponents of the scales, by the name of the stored tensor.
         self.smoothing: dict[str, Smoothing] = {}
         self._weights = weights
+        self._counted_now = counted_now
         self._strength = strength
         self._parameters = {
             parameter
@@ -87,11 +96,16 @@ class Smoother:
         self, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
     ) -> None:
         value = inputs[0]
+        counted = self._counted_now()
+
+        def squares(value: torch.Tensor) -> torch.Tensor:
+            return _squared(counted_rows(value, counted, name))
+
         if self._last is None or self._last[0] is not value:
-            self._last = value, _squared(value.detach())
+            self._last = value, squares(value.detach())
             if value.requires_grad:
                 add_gradient = partial(_add, self._gradients, name)
-                value.register_hook(lambda gradient: add_gradient(_squared(gradient)))  # type: ignore[no-untyped-call]
+                value.register_hook(lambda gradient: add_gradient(squares(gradient)))  # type: ignore[no-untyped-call]
         _add(self._squares, name, self._last[1])
 
     def leave(self, layer: Layer) -> None:
@@ -293,8 +307,8 @@ def find_smoothing(
     """
 
     def find() -> tuple[Mapping[str, Smoothing], GradientSquares]:
-        smoother = Smoother(smoothed, strength, walk.weights)
-        weigher = TokenWeigher([len(ids) for ids in samples.token_ids])
+        smoother = Smoother(smoothed, strength, walk.weights, walk.counted_now)
+        weigher = TokenWeigher([len(ids) for ids in samples.token_ids], walk.counted_now)
         watchers: list[Watcher] = []
         if weighs_tokens:
             watchers.append(weigher)

@@ -19,7 +19,14 @@ from vexport.architectures.fusion import moe_layer
 from vexport.calibration.capture import watch_attention
 from vexport.calibration.data import Samples
 from vexport.calibration.gradients import GradientSquares
-from vexport.calibration.inputs import GroupInputs, RoutedTokens, Value
+from vexport.calibration.inputs import (
+    Counted,
+    GroupInputs,
+    RoutedTokens,
+    Site,
+    Value,
+    counted_value,
+)
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
@@ -54,6 +61,9 @@ class Statistics:
     `inputs` and `importance` are by the name of the linear layer that reads the input. `routed` has
     the number of tokens of each expert, by module of experts. With `all_experts` the statistics of
     every expert are computed from all tokens.
+
+    If only some tokens count, the importance and the numbers of tokens are of these tokens. Ranges
+    are of all tokens: a static scale also rounds the tokens that do not count.
     """
 
     inputs: Mapping[str, RangeObserver]
@@ -92,17 +102,23 @@ class Statistics:
             all_experts=self.all_experts,
         )
 
-    def add(self, inputs: GroupInputs, module: str, value: Value) -> list[tuple[str, torch.Tensor]]:
-        """Add the inputs of a module.
+    def add(
+        self, inputs: GroupInputs, module: str, value: Value, counted: Counted = None
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Add the inputs of a module. If `counted` is given, only these tokens of the row count.
 
         Returns pairs for the inputs: the name of a linear layer that reads the input, and a Boolean
         tensor that is True if the input is finite. The host does not wait for a GPU.
         """
         sites = [site for site in inputs.sites if site.module == module]
-        if isinstance(value, RoutedTokens) and (
+        of_counted = value
+        if counted is not None:
+            sites[0].require_order(counted)
+            of_counted = counted_value(value, counted, sites[0].name)
+        if isinstance(of_counted, RoutedTokens) and (
             name := moe_layer(sites[0].groups[0].members[0].name)
         ):
-            counts = torch.tensor([len(route) for route in value.routes])
+            counts = torch.tensor([len(route) for route in of_counted.routes])
             self.routed[name] = self.routed[name] + counts if name in self.routed else counts
         finite = list[tuple[str, torch.Tensor]]()
         last: torch.Tensor | None = None
@@ -116,9 +132,20 @@ class Statistics:
                     finite.append((layer, torch.isfinite(rows).all()))
                 if layer in self.inputs:
                     observe_activation(self.inputs[layer], activation, rows)
-                if layer in self.importance:
+                if layer in self.importance and counted is None:
                     self.importance[layer].add(activation)
+            if counted is not None:
+                self._add_importance(inputs, site, of_counted)
         return finite
+
+    def _add_importance(self, inputs: GroupInputs, site: Site, value: Value) -> None:
+        if not any(
+            member.name in self.importance for each in site.groups for member in each.members
+        ):
+            return
+        for layer, activation in inputs.values(site, value, all_experts=self.all_experts):
+            if layer in self.importance:
+                self.importance[layer].add(activation)
 
     def sync(self) -> None:
         """Reduce the statistics over all ranks. Every rank must call this, also without tokens."""
@@ -212,8 +239,9 @@ def calibrate(
     """Run the samples through the smoothed source, and record ranges, importance and the KV cache.
 
     With `all_experts` the statistics of every expert are computed from all tokens, otherwise from
-    the tokens routed to the expert. Each rank runs a part of the samples, and all ranks return the
-    statistics of all samples.
+    the tokens routed to the expert. If samples have `counted`, the importance of channels is of
+    these tokens, and ranges are of all tokens. Each rank runs a part of the samples, and all ranks
+    return the statistics of all samples.
 
     Raises CheckpointFailed if an activation is not finite or a layer saw no token. Raises
     InputError for a model that cannot run layer by layer.
@@ -238,7 +266,7 @@ def calibrate(
     return CalibrationRecord(
         rows=samples.rows,
         digest=samples.digest,
-        tokens=samples.tokens,
+        tokens=samples.counted_tokens,
         ranges=statistics.ranges(),
         importance=statistics.importances(),
         kv_ranges=cached,
@@ -282,7 +310,8 @@ class StatisticsWatcher:
         _require_reachable(inputs)
 
         def take(module: str, value: Value) -> None:
-            self._finite.extend(self._statistics.add(inputs, module, value))
+            counted = self._walk.counted_now()
+            self._finite.extend(self._statistics.add(inputs, module, value, counted))
 
         layer.watching.enter_context(inputs.hooked(take, first_only=True))
         if self._watches_cache and not layer.is_head:

@@ -15,7 +15,7 @@ import torch
 
 from vexport.calibration.capture import capture_layer_calls, float32_products, replayed_layers
 from vexport.calibration.data import Samples
-from vexport.calibration.inputs import Places
+from vexport.calibration.inputs import Counted, Places
 from vexport.calibration.model import (
     HiddenStates,
     build_on_meta,
@@ -156,6 +156,9 @@ class LayerWalk:
         self.model = build_on_meta(index.root, trust_remote_code=trust_remote_code, device=device)
         self.name, self.layers = decoder_layers(self.model)
         self.ids: list[torch.Tensor] = []
+        self._counted: list[torch.Tensor] = []
+        # The row that began to run last.
+        self._row = 0
         with Reader() as reader:
             self.weights = Weights(index, reader, self.model, device)
             self.weights.load_around(self.name)
@@ -183,6 +186,7 @@ class LayerWalk:
         self.ids = [torch.tensor([ids], device=self.device) for ids in samples.token_ids]
         pictures = len(samples.pictures) - samples.pictures.count(None)
         seen = self._pictures_of(samples, partial(on_progress, PICTURES), pictures)
+        self._counted = [torch.tensor(each, device=self.device) for each in samples.counted]
         self._rows = samples.places
         self._report = partial(on_progress, stage)
         with (
@@ -289,6 +293,20 @@ class LayerWalk:
                 for index in range(len(self.ids)):
                     _notify(watchers, index, back(layer, index))
 
+    def counted_of(self, index: int) -> Counted:
+        """Return True for each token of a row that statistics count, or None if all count."""
+        return self._counted[index] if self._counted else None
+
+    def counted_now(self) -> Counted:
+        """Return `counted_of` the row that runs. Hooks call this while rows run one by one."""
+        return self.counted_of(self._row)
+
+    @property
+    def counted_tokens(self) -> int:
+        """Return the number of tokens in all rows that statistics count."""
+        numbers = map(torch.sum, self._counted) if self._counted else map(torch.numel, self.ids)
+        return sum(map(int, numbers))
+
     def on_device(self, states: torch.Tensor) -> torch.Tensor:
         """Return hidden states on the device.
 
@@ -311,6 +329,7 @@ class LayerWalk:
 
     def logits(self, index: int, states: torch.Tensor) -> torch.Tensor:
         """Return a row's logits (1, tokens, vocabulary) from its states behind the last layer."""
+        self._row = index
         with replayed_layers(self.layers, self.on_device(states), self._captured.rest):
             logits: torch.Tensor = self.model(input_ids=self.ids[index], use_cache=False).logits
         return logits
@@ -380,6 +399,7 @@ class LayerWalk:
 
     def _run(self, number: int, index: int, states: torch.Tensor) -> torch.Tensor:
         """Run a decoder layer on the hidden states of a row."""
+        self._row = index
         return self._captured.calls[number][index].run(self.layers[number], states)
 
     def _load(self, number: int) -> None:

@@ -47,7 +47,17 @@ OTHER_GROUP_SIZES = (
 TABLE_OPTIONS = ("revision", "group_size", "ignore", "kv_cache", "tp")
 
 
-@command(unlisted=("smoothing", "input_observer", "seed", "pack", "all_experts", "device"))
+@command(
+    unlisted=(
+        "smoothing",
+        "input_observer",
+        "seed",
+        "pack",
+        "calibrate_on",
+        "all_experts",
+        "device",
+    )
+)
 @click.argument("source", metavar="SOURCE|SCENARIO", type=parse_source)
 @setting_options("plan", SYNTAXES)
 @setting_options("calibration")
@@ -252,7 +262,7 @@ def _require_chat_template(
         return
     revision = click.get_current_context().params.get("revision")
     with source_headers(with_revision(source, revision), on_progress) as root:
-        require_chat_template(root, rendered[0].name, name=str(source))
+        require_chat_template(root, rendered[0], name=str(source))
 
 
 def _duration(plan: "Plan", text: "Calibration | None") -> str | None:

@@ -6,7 +6,15 @@ from dataclasses import replace
 import torch
 
 from vexport.calibration.gradients import token_weights_of
-from vexport.calibration.inputs import GroupInputs, RecordedInputs, RoutedTokens, Site, Value
+from vexport.calibration.inputs import (
+    Counted,
+    GroupInputs,
+    RecordedInputs,
+    RoutedTokens,
+    Site,
+    Value,
+    counted_rows,
+)
 from vexport.formats.plan import FusionGroup
 from vexport.quantize.gptq import GPTQ, Strength, strength_of
 from vexport.quantize.moments import Moments
@@ -20,7 +28,7 @@ SHARED_TOKENS_PER_COLUMN = 1.0
 class InputMoments:
     """Collects the moments of the sites of `inputs` that have groups to round with GPTQ or a refit.
 
-    Each rank adds its rows. `total_tokens` is the number of tokens of all rows on all ranks. If
+    Each rank adds its rows. `total_tokens` is the number of counted tokens on all ranks. If
     `no_refit` is set, GPTQ replaces refits. Use it if no earlier layer is quantized, because a
     refit then has no errors to correct.
     """
@@ -46,8 +54,12 @@ class InputMoments:
         )
         return Moments.zeros(site.columns, drift=has_drift, device=self._model.device)
 
-    def add(self, quantized: RecordedInputs, source: RecordedInputs) -> None:
+    def add(
+        self, quantized: RecordedInputs, source: RecordedInputs, counted: Counted = None
+    ) -> None:
         """Add the inputs of a row in the quantized stream and in the source's stream.
+
+        If `counted` is given, only these tokens of the row are added.
 
         Modules of experts must still have the source's weights, because the inputs of their down
         projections are computed here. A site's moments do not change if the row does not reach the
@@ -59,13 +71,18 @@ class InputMoments:
                 continue
             exact = source.get(site.module)
             wanted = None if exact is None else _tokens_of(exact)
+            site.require_order(counted)
             tokens = _tokens_of(here)
             weights = self._token_weights(site, tokens)
             if isinstance(here, RoutedTokens) and site.expert is not None:
-                self._add_down(site, here, wanted, weights)
+                self._add_down(site, here, wanted, weights, counted)
             else:
                 rounded = self._model.rounded_input(site.groups[0], tokens)
-                self._moments[site.name].add(rounded, wanted, weights=weights)
+                self._moments[site.name].add(
+                    counted_rows(rounded, counted, site.name),
+                    None if wanted is None else counted_rows(wanted, counted, site.name),
+                    weights=_only(weights, counted),
+                )
 
     def all_reduce(self) -> None:
         """Sum the moments over all ranks. Every rank must call this."""
@@ -110,10 +127,11 @@ class InputMoments:
         here: RoutedTokens,
         exact: torch.Tensor | None,
         weights: torch.Tensor | None,
+        counted: Counted,
     ) -> None:
         """Add the tokens of an expert's down projection, and all tokens with a small weight.
 
-        All tokens of the text together count as `SHARED_TOKENS_PER_COLUMN` routed tokens per
+        The counted tokens of the whole text count as `SHARED_TOKENS_PER_COLUMN` routed tokens per
         column. They determine the rounding if few tokens are routed to the expert.
         """
         moments = self._moments[site.name]
@@ -126,13 +144,24 @@ class InputMoments:
             wanted = self._inputs.down_input(site, exact)
         assert site.expert is not None
         route = here.routes[site.expert]
+        if counted is not None:
+            route = route[counted[route]]
         moments.add(
             between[route],
             None if wanted is None else wanted[route],
             weights=None if weights is None else weights[route],
         )
         share = min(1.0, SHARED_TOKENS_PER_COLUMN * site.columns / max(1, self._total_tokens))
-        moments.add(between, wanted, weights=weights, share=share)
+        moments.add(
+            counted_rows(between, counted, site.name),
+            None if wanted is None else counted_rows(wanted, counted, site.name),
+            weights=_only(weights, counted),
+            share=share,
+        )
+
+
+def _only(weights: torch.Tensor | None, counted: Counted) -> torch.Tensor | None:
+    return weights if weights is None or counted is None else weights[counted]
 
 
 def _tokens_of(value: Value) -> torch.Tensor:

@@ -65,7 +65,7 @@ class PlanCalibration:
         self.samples = calibration_samples(
             index, settings, settings.samples, trust_remote_code=trust_remote_code
         )
-        short = little_text_of_plan(plan, self.samples.tokens)
+        short = little_text_of_plan(plan, self.samples.counted_tokens)
         for note in (*self.samples.notes, short) if rank_and_size()[0] == 0 else ():
             if note is not None:
                 LOG.warning("note: %s", note)
@@ -75,7 +75,8 @@ class PlanCalibration:
     @property
     def digest(self) -> str:
         """Return a text that changes if the samples change, or settings that change the output."""
-        return f"{self.samples.digest} {self._device} {self._settings.all_experts}"
+        samples = f"{self.samples.digest}{self.samples.counted_digest}"
+        return f"{samples} {self._device} {self._settings.all_experts}"
 
     @cached_property
     def walk(self) -> "LayerWalk":

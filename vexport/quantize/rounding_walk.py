@@ -16,7 +16,7 @@ import torch
 
 from vexport.calibration.capture import watch_attention
 from vexport.calibration.data import Samples
-from vexport.calibration.inputs import GroupInputs, Value
+from vexport.calibration.inputs import Counted, GroupInputs, Value, counted_rows
 from vexport.calibration.model import HiddenStates
 from vexport.calibration.statistics import Statistics, require_observed_cache
 from vexport.calibration.walk import Layer, LayerWalk
@@ -77,7 +77,7 @@ def round_weights(
         text = walk.start(rows_of_rank, calibration.smoothing, stage=ROUND, on_progress=on_progress)
         with text as source:
             watcher = RoundingWatcher(
-                walk, plan, calibration, statistics, done, source, samples.tokens
+                walk, plan, calibration, statistics, done, source, samples.counted_tokens
             )
             rounds_head = watcher.rounds_head
             walk.expect_steps(len(walk.layers) + rounds_head)
@@ -115,8 +115,8 @@ def _write_report(file: Path, walk: LayerWalk, plan: Plan, done: RoundedLayers) 
 class RoundingWatcher:
     """Watches the source's stream, and rounds a layer when all rows have run through it.
 
-    The watcher itself runs the stream of the quantized model. `tokens` is the number of tokens on
-    all ranks.
+    The watcher itself runs the stream of the quantized model. `tokens` is the number of counted
+    tokens on all ranks.
     """
 
     def __init__(
@@ -226,7 +226,10 @@ class RoundingWatcher:
 
     def _rounder(self, layer: Layer) -> "LayerRounder":
         groups = self._groups[layer.number]
-        return LayerRounder(self._model, groups, self._inputs, self._statistics, self._tokens)
+        counted_of = self._walk.counted_of
+        return LayerRounder(
+            self._model, groups, self._inputs, self._statistics, self._tokens, counted_of
+        )
 
     def _inputs_of(self, groups: Sequence[FusionGroup]) -> GroupInputs:
         wanted = [
@@ -243,15 +246,20 @@ class RoundingWatcher:
         self._quantized[index] = self._walk.run_row(layer, index, self._quantized[index])
 
     def _state_error(self) -> float:
-        """Return the relative error |h~ - h|^2 / |h|^2 of a layer's output, over the followed rows.
+        """Return the relative error |h~ - h|^2 / |h|^2 of a layer's output, over the counted tokens
+        of the followed rows.
 
         h are the hidden states of the source, and h~ those of the quantized model. Every rank must
         call this.
         """
         signal = noise = 0.0
         for index in self.followed_rows:
-            exact = self._walk.on_device(self._source[index]).to(torch.float32)
-            made = self._walk.on_device(self._quantized[index]).to(torch.float32)
+            counted = self._walk.counted_of(index)
+            source, quantized = map(
+                self._walk.on_device, (self._source[index], self._quantized[index])
+            )
+            exact = counted_rows(source, counted, "").to(torch.float32)
+            made = counted_rows(quantized, counted, "").to(torch.float32)
             signal += float(exact.square().sum())
             noise += float((made - exact).square().sum())
         signals, noises = zip(*gather((signal, noise)), strict=True)
@@ -271,7 +279,8 @@ class LayerRounder:
 
     All rows stop in front of a module. From their inputs, static scales and importance are
     computed, and then the rounded weights. The rows continue through the rounded module to the next
-    module. `total_tokens` is the number of tokens of all rows on all ranks.
+    module. `total_tokens` is the number of counted tokens on all ranks. `counted_of` returns the
+    counted tokens of a row.
     """
 
     def __init__(
@@ -281,8 +290,10 @@ class LayerRounder:
         inputs: GroupInputs,
         statistics: Statistics,
         total_tokens: int,
+        counted_of: Callable[[int], Counted],
     ) -> None:
         self._model = model
+        self._counted_of = counted_of
         self._groups = groups
         self._inputs = inputs
         self._statistics = statistics
@@ -331,7 +342,7 @@ class LayerRounder:
         self._observe(inputs, groups, name, rows, len(exact))
         moments = self._moments(inputs)
         for index, row in enumerate(exact):
-            moments.add(rows.recorded_input(index, name), row)
+            moments.add(rows.recorded_input(index, name), row, self._counted_of(index))
             row.pop(name, None)
         self._round(groups, moments, block)
 
@@ -349,7 +360,7 @@ class LayerRounder:
         statistics = self._statistics.for_groups(groups)
         for index in range(number):
             for module, value in rows.recorded_input(index, name).items():
-                statistics.add(inputs, module, value)
+                statistics.add(inputs, module, value, self._counted_of(index))
         statistics.sync()
         report = self._report
         self._report = replace(

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from vexport.calibration.data import Samples
-from vexport.calibration.inputs import GroupInputs, RecordedInputs, Value
+from vexport.calibration.inputs import GroupInputs, RecordedInputs, Value, counted_rows
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
@@ -97,7 +97,7 @@ def measure(
             write_text(file, to_json(TrialLosses(inputs=inputs, losses=losses)))
     return GroupSensitivities(
         samples=len(samples.rows),
-        tokens=samples.tokens,
+        tokens=samples.counted_tokens,
         groups=tuple(_sensitivity(group, losses[group.name]) for group in layer_groups),
     )
 
@@ -158,14 +158,14 @@ class Trial:
 
     def begin(self) -> None:
         """Prepare the trial for the rows of text."""
-        tokens = sum(ids.numel() for ids in self._walk.ids)
+        tokens = self._walk.counted_tokens
         groups = [group for group in self.option.groups if group.rounding != "nearest"]
         self.inputs = GroupInputs(self.model.places, groups)
         self._moments = InputMoments(self.model, self.inputs, total_tokens=tokens, no_refit=True)
 
-    def add(self, inputs: RecordedInputs) -> None:
+    def add(self, index: int, inputs: RecordedInputs) -> None:
         """Add the inputs of a row, for the layers that are rounded by text."""
-        self._moments.add(inputs, inputs)
+        self._moments.add(inputs, inputs, self._walk.counted_of(index))
 
     def weights(self) -> dict[LinearPlan, torch.Tensor]:
         """Return the weights as compressed-tensors dequantizes the bytes that would be stored.
@@ -233,7 +233,7 @@ class TrialWatcher:
     def row(self, index: int, hidden: torch.Tensor) -> None:
         """Add the inputs of a row to the trials that change the layer."""
         for trial, inputs in zip(self._here, self._recorded, strict=True):
-            trial.add(inputs)
+            trial.add(index, inputs)
             inputs.clear()
 
     def leave(self, layer: Layer) -> None:
@@ -251,8 +251,12 @@ class TrialWatcher:
         return [self._walk.run_row(layer, index, row).to("cpu") for index, row in enumerate(states)]
 
     def losses(self) -> dict[Trial, float]:
-        """Return the mean KL of each trial over all tokens, after the walk."""
-        logits_of = self._walk.logits
+        """Return the mean KL of each trial over all counted tokens, after the walk."""
+
+        def logits_of(index: int, states: torch.Tensor) -> torch.Tensor:
+            logits = self._walk.logits(index, states)
+            return counted_rows(logits, self._walk.counted_of(index), "")
+
         losses = dict.fromkeys(self._trials, 0.0)
         for index in range(len(self._stream)):
             states = self._stream[index]
@@ -262,5 +266,5 @@ class TrialWatcher:
             for trial, weights in self._heads.items():
                 with trial.model.apply_groups(trial.option.groups, weights):
                     losses[trial] += divergence_of_logits(logits, logits_of(index, states))
-        tokens = sum(ids.numel() for ids in self._walk.ids)
+        tokens = self._walk.counted_tokens
         return {trial: total / tokens for trial, total in losses.items()}

@@ -70,7 +70,8 @@ class CalibrationRecord:
     - `data` is the name of the data set.
     - `rows` are the line numbers used, from 1.
     - `digest` is the SHA-256 of their token ids.
-    - `tokens` is the number of tokens. An expert may receive fewer.
+    - `tokens` is the number of tokens that count: all tokens, or only those of answers. An expert
+      may receive fewer.
 
     The statistics:
     - `importance` maps a layer to the mean of x^2 of each input channel, as little-endian float32
@@ -141,7 +142,8 @@ class CalibrationData:
     ORG/NAME[@REVISION][:SPLIT[:COLUMN]]. `column` is the column with the text or the chat turns.
     Without it, a column with a usual name is used. If `chat_template` is False, conversations are
     read as plain text, without the chat template. `seed` shuffles the rows. `pack` joins rows into
-    samples of exactly `seq_len` tokens. If `pack` is None, only plain text is packed.
+    samples of exactly `seq_len` tokens. If `pack` is None, only plain text is packed. With
+    `answers_only`, statistics count only the tokens of answers.
     """
 
     name: str
@@ -153,6 +155,7 @@ class CalibrationData:
     seed: int | None = None
     pack: bool | None = None
     chat_template: bool = True
+    answers_only: bool = False
 
 
 # Names of roundings. Each uses more information than the rounding before it.

@@ -83,7 +83,8 @@ def _calibration_line(plan: Plan, calibration: Calibration | None) -> str:
         use = text_use(plan.used_schemes, needed=needed)
         return "helps: add --calibration DATA" if use == "helps" else use
     size_of_text = f"{count(calibration.samples)} samples of {count(calibration.seq_len)} tokens"
-    return f"{', '.join(calibration.names)}, at most {size_of_text}"
+    answers = ", answers only" if calibration.calibrate_on else ""
+    return f"{', '.join(calibration.names)}, at most {size_of_text}{answers}"
 
 
 def _runs_on(plan: Plan, sm: int) -> str:

@@ -164,6 +164,34 @@ CHAT_TEMPLATE = Rule(
     need="a chat template that renders conversations",
     do="add {file} to the model, or use rows of text (FILE:COLUMN names a column)",
 )
+ANSWER_MARKS = Rule(
+    "calibration/answer-marks",
+    got="a chat template that does not mark the assistant's turns, but only the answers in {text} "
+    "count",
+    need="the tags generation and endgeneration around the text of these turns",
+    do="add the tags to {file} of the model, use rows of input_ids with loss_mask, or leave out "
+    "--calibrate-on",
+)
+NO_ANSWERS = Rule(
+    "calibration/no-answers",
+    got="{count:# sample} without an answer, and only answers count",
+    need="input_ids with loss_mask, conversations with a turn of the assistant, or pairs such as "
+    "prompt and completion",
+    do="add answers, use a longer --seq-len, or leave out --calibrate-on",
+)
+ANSWERS_OF_EXPERTS = Rule(
+    "calibration/answers-of-experts",
+    got="a module that does not see the tokens in the order of the text, as a list of experts",
+    need="a module whose input shows which tokens are answers",
+    do="leave out --calibrate-on, or keep this layer unquantized",
+)
+TOKEN_OFFSETS = Rule(
+    "calibration/token-offsets",
+    got="a tokenizer that does not show the characters of a token, which finds the tokens of "
+    "answers",
+    need="a fast tokenizer (tokenizer.json)",
+    do="convert the tokenizer, or use rows of input_ids with loss_mask",
+)
 TOKENIZER = Rule(
     "calibration/tokenizer",
     got="no usable tokenizer ({reason})",

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator, Field, Strict, TypeAdapter, model_validator
@@ -100,6 +100,15 @@ class Calibration(ScenarioSection):
             unset="concatenate rows of plain text only",
         ),
     ] = None
+    calibrate_on: Annotated[
+        Literal["answers"] | None,
+        Option(
+            "Count only the tokens of `answers` in statistics; all tokens run through the model.",
+            "Calibration",
+            unset="count all tokens",
+            more="See [answers only](calibration.md#answers-only).",
+        ),
+    ] = None
     all_experts: Annotated[
         bool,
         Option(
@@ -174,6 +183,7 @@ class Calibration(ScenarioSection):
                 seed=self.seed,
                 pack=self.pack,
                 chat_template=each.chat_template,
+                answers_only=self.calibrate_on == "answers",
             )
             for each, number in zip(self._data_sources, numbers, strict=True)
             if number

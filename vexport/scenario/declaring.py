@@ -95,7 +95,7 @@ def _option(key: str, declared: Option, info: FieldInfo, schema: Schema) -> Opti
     value = _without_null(schema)
     items = value.get("items")
     item = items if isinstance(items, dict) else value
-    choices = item.get("enum")
+    choices = [item["const"]] if "const" in item else item.get("enum")
     low, open_low = item.get("minimum"), item.get("exclusiveMinimum")
     high, open_high = item.get("maximum"), item.get("exclusiveMaximum")
     return OptionRecord(
@@ -149,7 +149,7 @@ def _without_null(schema: Schema) -> Schema:
 
 
 def _type(schema: Schema) -> ValueType:
-    if "enum" in schema:
+    if "enum" in schema or "const" in schema:
         return "choice"
     if schema.get("format") == "path":
         return "path"
