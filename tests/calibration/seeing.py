@@ -3,7 +3,7 @@
 import base64
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from tests.architectures.families import (
     FAMILIES,
@@ -22,6 +24,8 @@ from tests.architectures.families import (
     Values,
     save,
 )
+from vexport.calibration import Samples
+from vexport.calibration.pictures import PictureSample
 
 SPECIALS = ("<pad>", "<s>", "</s>", "<image>", "<start>", "<end>", "<video>")
 FIRST_SPECIAL = 256
@@ -215,6 +219,84 @@ def save_seeing(name: str, folder: Path) -> Path:
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     (folder / "processor_config.json").write_text(json.dumps(seeing.processor))
     return folder
+
+
+Inputs = Mapping[str, torch.Tensor]
+
+
+def _gemma4(width: int, height: int) -> tuple[int, Inputs]:
+    processor = Gemma4ImageProcessorPil(max_soft_tokens=70)
+    made = processor(picture(width, height), return_tensors="pt")
+    tokens = int(made["num_soft_tokens_per_image"][0])
+    return tokens, {name: made[name] for name in ("pixel_values", "image_position_ids")}
+
+
+def _mistral3(width: int, height: int) -> tuple[int, Inputs]:
+    processor = PixtralImageProcessorPil(
+        size={"longest_edge": 56}, patch_size={"height": 28, "width": 28}
+    )
+    made = processor(picture(width, height), return_tensors="pt")
+    sizes = torch.as_tensor(made["image_sizes"])
+    tokens = int((sizes[0] // 28).prod())
+    return tokens, {"pixel_values": torch.as_tensor(made["pixel_values"]), "image_sizes": sizes}
+
+
+def _llama4(width: int, height: int) -> tuple[int, Inputs]:
+    tiles = 1 + (height > width)
+    generator = torch.Generator().manual_seed(width)
+    return 4 * tiles, {"pixel_values": torch.randn(tiles, 3, 56, 56, generator=generator)}
+
+
+LLAMA4_VISION: Values = {
+    **{"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4},
+    **{"num_hidden_layers": 1, "vision_output_dim": 128, "pixel_shuffle_ratio": 0.5},
+    **{"projector_input_dim": 128, "projector_output_dim": 128},
+    **PATCHES,
+}
+# Families whose processors need torchvision. Their functions return the number of tokens of a
+# picture and the model's inputs for it.
+NEEDING_TORCHVISION: Mapping[str, tuple[Family, Callable[[int, int], tuple[int, Inputs]]]] = {
+    "gemma4": (_with_ids(FAMILIES["gemma4-vision"], image_token_id=IMAGE), _gemma4),
+    "mistral3": (_with_ids(FAMILIES["mistral3"], image_token_index=IMAGE), _mistral3),
+    "llama4": (
+        Family(
+            "llama4",
+            FAMILIES["llama4"].text,
+            towers={"vision_config": LLAMA4_VISION},
+            values={"image_token_index": IMAGE},
+        ),
+        _llama4,
+    ),
+}
+
+
+class PreparedPicture(PictureSample):
+    """A sample whose inputs exist already."""
+
+    def __init__(self, made: Inputs) -> None:
+        object.__setattr__(self, "digest", "made")
+        self.__dict__["made"] = made
+
+    def inputs(self) -> Inputs:
+        made: Inputs = self.__dict__["made"]
+        return made
+
+
+def save_needing_torchvision(name: str, folder: Path) -> Samples:
+    """Save a micro model whose processor needs torchvision, and return samples for it."""
+    family, prepare = NEEDING_TORCHVISION[name]
+    save(family, folder)
+    _correct_tensors(folder / "model.safetensors", name)
+    rows: list[tuple[int, ...]] = [(5, 6, 7, 8, 9)]
+    pictures: list[PictureSample | None] = [None]
+    for size in ((90, 70), (60, 150)):
+        tokens, made = prepare(*size)
+        ids = (60, 61, *[IMAGE] * tokens, 70, 71)
+        if name == "gemma4":
+            made = {**made, "mm_token_type_ids": (torch.tensor([ids]) == IMAGE).long()}
+        rows.append(ids)
+        pictures.append(PreparedPicture(made))
+    return Samples(token_ids=tuple(rows), rows=(1, 2, 3), pictures=tuple(pictures))
 
 
 def _correct_tensors(file: Path, name: str) -> None:

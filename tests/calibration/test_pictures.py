@@ -17,11 +17,13 @@ from tests.calibration.models import configs, save
 from tests.calibration.seeing import (
     FIRST_SPECIAL,
     IMAGE,
+    NEEDING_TORCHVISION,
     SEEING,
     address,
     picture,
     png,
     question,
+    save_needing_torchvision,
     save_seeing,
     write_rows,
 )
@@ -39,6 +41,7 @@ from vexport.calibration.rows import Row, parse_row
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import read_index
 from vexport.errors import InputError
+from vexport.errors.extras import MissingPackage, is_installed
 from vexport.records import CalibrationData
 from vexport.rules import calibration as rules
 
@@ -137,6 +140,17 @@ def test_walk_equals_whole_model(
     chosen = read(folder, write_rows(tmp_path / "rows.jsonl", MIXED))
     assert [sample is not None for sample in chosen.pictures] == [True, False, True]
     assert len(set(map(len, chosen.token_ids))) == 3
+    assert_walk_equals_whole_model(folder, chosen)
+
+
+@pytest.mark.parametrize("family", NEEDING_TORCHVISION)
+def test_walk_of_families_whose_processors_need_torchvision(family: str, tmp_path: Path) -> None:
+    """The processors' parts without torchvision made the inputs."""
+    chosen = save_needing_torchvision(family, tmp_path / "model")
+    assert_walk_equals_whole_model(tmp_path / "model", chosen)
+
+
+def assert_walk_equals_whole_model(folder: Path, chosen: Samples) -> None:
     walk = LayerWalk(read_index(folder))
     watcher = StateRecorder()
     with walk.start(chosen) as hidden:
@@ -410,6 +424,29 @@ def test_missing_processor(llava: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError) as raised:
         read_rows(folder, tmp_path, question(address(FIRST)))
     assert raised.value.rule == rules.PROCESSOR.id
+
+
+@pytest.mark.skipif(is_installed("torchvision"), reason="torchvision is installed")
+@pytest.mark.parametrize("processor", ["Gemma4Processor", "Llama4Processor"])
+def test_missing_torchvision_is_named(processor: str, llava: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llava, tmp_path / "model")
+    image_processor = processor.replace("Processor", "ImageProcessor")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        content = {"processor_class": processor, "image_processor_type": image_processor}
+        (folder / name).write_text(json.dumps(content))
+    with pytest.raises(MissingPackage) as raised:
+        read_rows(folder, tmp_path, question(address(FIRST)))
+    assert (raised.value.exit_code, raised.value.module) == (4, "torchvision")
+
+
+def test_missing_pillow_is_named(
+    llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vexport.errors.extras.find_spec", lambda name: None)
+    with pytest.raises(MissingPackage) as raised:
+        read_rows(llava, tmp_path, question(address(FIRST)))
+    assert raised.value.exit_code == 4
+    assert_contains(str(raised.value), "needs PIL", "[vision]")
 
 
 def test_transparency_becomes_white() -> None:
