@@ -34,9 +34,10 @@ from vexport.calibration import Samples, read_samples
 from vexport.calibration import capture as capture_module
 from vexport.calibration.capture import Addition
 from vexport.calibration.conversations import PICTURE, PICTURE_MARK
+from vexport.calibration.data import require_rows
 from vexport.calibration.model import HiddenStates
 from vexport.calibration.picture_rows import row_with_pictures
-from vexport.calibration.pictures import open_picture, sees_pictures
+from vexport.calibration.pictures import digest_inputs, open_picture, sees_pictures
 from vexport.calibration.rows import Row, parse_row
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import read_index
@@ -367,6 +368,19 @@ def test_picture_column_of_parquet(llava: Path, tmp_path: Path) -> None:
     found = read(llava, tmp_path / "data.parquet")
     same = read_rows(llava, tmp_path, question(address(FIRST)), question(address(FIRST)))
     assert found.digest == same.digest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_digest_of_inputs(dtype: torch.dtype) -> None:
+    """Llama 4's processor returns bfloat16, which numpy does not have."""
+    inputs = [{"a": torch.tensor([[0, 1]]).to(dtype)}, {"a": torch.tensor([[1, 0]]).to(dtype)}]
+    assert len({digest_inputs(each) for each in (*inputs, *inputs)}) == 2
+
+
+def test_text_models_accept_rows_whose_pictures_do_not_fit(tmp_path: Path) -> None:
+    rows = [{"image": "a.png", "text": "<image> <image>"}, {"text": "a row of text"}]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    require_rows(CalibrationData(name=str(file), samples=8, seq_len=400))
 
 
 def test_digest_depends_on_pictures(llava: Path, tmp_path: Path) -> None:

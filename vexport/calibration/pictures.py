@@ -222,7 +222,7 @@ class PictureProcessor:
             pictures=tuple(map(self._store, pictures)),
             adds_special_tokens=not is_rendered,
             tokens=len(ids),
-            digest=_digest(inputs),
+            digest=digest_inputs(inputs),
             processor=self,
         )
 
@@ -267,11 +267,15 @@ class PictureProcessor:
         }
 
 
-def _digest(inputs: "Mapping[str, torch.Tensor]") -> str:
-    parts = [
-        f"{name} {tuple(value.shape)} {digest_bytes(value.contiguous().numpy().tobytes())}"
-        for name, value in sorted(inputs.items())
-    ]
+def digest_inputs(inputs: "Mapping[str, torch.Tensor]") -> str:
+    """Return the SHA-256 of the model's inputs: names, types, shapes and bytes."""
+    import torch
+
+    parts = []
+    for name, value in sorted(inputs.items()):
+        data = value.contiguous().flatten().view(torch.uint8)  # numpy has no bfloat16
+        digest = digest_bytes(data.numpy().tobytes())
+        parts.append(f"{name} {value.dtype} {tuple(value.shape)} {digest}")
     return digest_bytes("\n".join(parts).encode())
 
 
