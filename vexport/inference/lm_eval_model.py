@@ -98,6 +98,8 @@ class ServedChat:
             return []
         _begin_step(self.model_behind, requests, len(requests))
         asked = [self._question(request) for request in requests]
+        # A parser that does not fit the model is an error before the model runs.
+        self._finished(*asked[0], FinishedText(""))
         responses = self.model_behind.chat([question for question, _ in asked])
         return [
             self._finished(question, until, response)

@@ -38,6 +38,11 @@ UNKNOWN_PARSER = Rule(
     need="one of the parsers of vLLM {vllm}",
     do="choose one: {known}",
 )
+UNFIT_PARSER = Rule(
+    "tools/unfit-parser",
+    got="the parser {name} does not fit the model ({reason})",
+    do="give the parser that `vllm serve` needs for this model",
+)
 TOO_LONG = Rule(
     "tools/too-long",
     got="a conversation of {prompt:# token} and {new} to generate ({reason})",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING
 
-from vexport.errors import InputError, nearest_hint
+from vexport.errors import InputError, first_line, nearest_hint
 from vexport.inference.stored_responses import Call, FinishedText, text_with_calls
 from vexport.records import Json
 from vexport.rules import tools as rules
@@ -44,17 +44,22 @@ def with_parsed_calls(
 ) -> FinishedText:
     """Return a response with the calls that the parser finds in its text.
 
-    If the parser fails or finds no call, the text is returned as it is.
+    If the parser fails or finds no call, the text is returned as it is. Raises InputError if the
+    parser needs tokens that the tokenizer does not have.
     """
     from vllm.tool_parsers import abstract_tool_parser as vllm_parsers
 
-    kind = vllm_parsers.ToolParserManager.get_tool_parser(parser)
     request = vllm_parsers.ChatCompletionRequest(
         model="", messages=[{"role": "user", "content": ""}], tools=[*map(dict, tools)]
     )
-    # Older versions of vLLM do not pass the tools to the parser.
-    takes_tools = len(signature(kind).parameters) > 1
-    instance = kind(tokenizer, request.tools) if takes_tools else kind(tokenizer)
+    try:
+        kind = vllm_parsers.ToolParserManager.get_tool_parser(parser)
+        # Older versions of vLLM do not pass the tools to the parser.
+        takes_tools = len(signature(kind).parameters) > 1
+        instance = kind(tokenizer, request.tools) if takes_tools else kind(tokenizer)
+    except Exception as error:  # a parser may raise anything, or lack a package
+        reason = first_line(error)
+        raise InputError.of(rules.UNFIT_PARSER, OPTION, name=parser, reason=reason) from error
     try:
         found = instance.extract_tool_calls(str(text), request)
     except Exception as error:  # a parser may raise anything on malformed text
