@@ -305,11 +305,11 @@ def test_interpreter_of_variable_is_used(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--schemes", "FP8", "--serve", "a=1"), "give one of the two"),
+        (("--schemes", "FP8", "--serve", "a=1"), "remove one of the two"),
         (("--schemes", "FP8", "--task", "a"), "--scenario FILE"),
-        (("--schemes", "FP8", "--format", "junit"), "--format junit"),
+        (("--schemes", "FP8", "--format", "junit"), "--format: got junit"),
         ((), "--serve KEY=VALUE"),
-        (("--serve", "a=1", "--task", "a"), "nothing to compare it with"),
+        (("--serve", "a=1", "--task", "a"), "need a second variant"),
         (("--serve", "a=1", "--serve", "a=2"), "--task NAME_OR_YAML"),
         (("--serve", "a", "--serve", "a=2"), "neither KEY=VALUE"),
         (("--serve", "{1", "--serve", "a=2"), "not a JSON object"),
