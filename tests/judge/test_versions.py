@@ -117,6 +117,7 @@ def test_errors_of_loaders_differ() -> None:
     stretched = Finding.at(dry_load.STRETCHED, DOWN, found="[1]", expected="[3]")
     warned = replace(OLD, findings=(stretched,))
     assert judge_change(warned, replace(warned, vllm="0.32.0")).findings == ()
+    assert judge_alone(warned) == ("BASELINE", judge_alone(OLD).reason, (stretched,))
 
 
 def test_known_fault_that_crashes_is_a_refusal() -> None:

@@ -169,7 +169,7 @@ def test_faults_of_the_environment(compare: Call) -> None:
 
 
 def test_log_probabilities_of_cpu_builds(compare: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = {
+    texts: dict[Version, ComparedVariant | str] = {
         (0, 31): ComparedVariant(setting="default", outcome="PASS", mean_kl=0.0),
         (0, 32): "the engine crashed",
         (0, 33): ComparedVariant(setting="default", outcome="PASS", mean_kl=0.02),

@@ -39,9 +39,13 @@ class Answer(NamedTuple):
 
 
 def judge_alone(report: DryLoadReport) -> Answer:
-    """Judge a load that is compared with no other: BASELINE, REFUSED or NOT JUDGED."""
+    """Judge a load that is compared with no other: BASELINE, REFUSED or NOT JUDGED.
+
+    The baseline's findings are its warnings, such as known faults on some GPUs.
+    """
     if report.ok:
-        return Answer("BASELINE", "the later versions are compared with it")
+        warnings = tuple(each for each in report.findings if _is_notable(each))
+        return Answer("BASELINE", "the later versions are compared with it", warnings)
     errors = errors_or_uncertainty(report)
     if isinstance(errors, str):
         return Answer("NOT JUDGED", without_details(errors))
@@ -105,16 +109,20 @@ def _changed_cells(baseline: DryLoadReport, report: DryLoadReport) -> Iterator[F
 
 
 def _new_findings(baseline: DryLoadReport, report: DryLoadReport) -> Iterator[Finding]:
-    """Yield errors and warnings that the baseline's load does not have, except on precision.
+    """Yield errors and warnings that the baseline's load does not have.
 
-    Precisions are compared layer by layer.
+    Cells and precisions are compared by other functions.
     """
     known = {(each.rule, each.where) for each in baseline.findings}
     for finding in report.findings:
         is_old = (finding.rule, finding.where) in known or finding.rule in _OF_CELLS
-        is_of_precision = finding.rule.startswith("devices/")
-        if not is_old and not is_of_precision and finding.severity != "info":
+        if not is_old and _is_notable(finding):
             yield finding
+
+
+def _is_notable(finding: Finding) -> bool:
+    """Return True for errors and warnings, except on precision."""
+    return finding.severity != "info" and not finding.rule.startswith("devices/")
 
 
 def _changed_layers(baseline: DryLoadReport, report: DryLoadReport) -> Iterator[Finding]:

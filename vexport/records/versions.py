@@ -19,9 +19,10 @@ class ComparedVersion:
     """A row of `vexport compare --versions`: a version of vLLM, compared with the baseline.
 
     `vllm_python` is the interpreter, empty for vexport's interpreter. `findings` are the changes
-    since the baseline, or the errors if there is no baseline yet. `mean_kl` is the divergence from
-    the baseline in nats per token, and `kl_limit` the largest value that the order of roundings
-    explains. Both are None if the KL was not measured. `kl_not_judged` is then the reason.
+    since the baseline. For the baseline, they are its warnings. Before the baseline, they are the
+    errors. `mean_kl` is the divergence from the baseline in nats per token, and `kl_limit` the
+    largest value that the order of roundings explains. Both are None if the KL was not measured.
+    `kl_not_judged` is then the reason.
     """
 
     vllm: str
