@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    Idefics3ForConditionalGeneration,
+    LlamaForCausalLM,
+)
+
+from vexport.inference.pictures import picture_questions
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts/demo_model"
@@ -88,3 +95,22 @@ def test_calibration_rows_are_long_without_unknown_tokens() -> None:
     assert all(100 <= len(row) <= 128 for row in rows)
     assert all(tokenizer.unk_token_id not in row for row in rows)
     assert all(text.endswith(" .") for text in texts)
+
+
+def test_seeing_model_gives_right_answers() -> None:
+    """Pictures of other seeds than in training. The processor must work without torchvision."""
+    processor = AutoProcessor.from_pretrained(DEMO / "model-sight")
+    model = Idefics3ForConditionalGeneration.from_pretrained(DEMO / "model-sight").eval()
+    right: dict[str, list[bool]] = {}
+    for each in picture_questions(120, 0):
+        text = {"type": "text", "text": each.topic.prompt}
+        turn = {"role": "user", "content": [{"type": "image"}, text]}
+        prompt = processor.apply_chat_template([turn], add_generation_prompt=True)
+        inputs = processor(text=prompt, images=[each.picture], return_tensors="pt")
+        inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+        with torch.inference_mode():
+            token = int(model(**inputs).logits[0, -1].argmax())
+        is_right = processor.tokenizer.decode(token) == each.topic.choices[each.answer]
+        right.setdefault(each.topic.name, []).append(is_right)
+    assert all(sum(answers) / len(answers) >= 0.8 for answers in right.values())
+    assert sum(map(sum, right.values())) / 120 >= 0.9

@@ -14,6 +14,7 @@ PATTERNS = (
     "demo/model/*",
     "demo/model-x8/*",
     "demo/model-x16/*",
+    "demo/model-sight/*",
     "demo/tasks/*",
 )
 PACKAGE = Path(__file__).resolve().parent.parent
