@@ -5,7 +5,8 @@ A difference is an error if vLLM refuses to load the checkpoint, or if responses
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -33,6 +34,8 @@ COMPUTED_TENSORS = re.compile(
 # Scales of the KV cache and of queries, which only the quantized checkpoint has.
 ADDED_SCALES = re.compile(r".*\b[qkv]_scale$|.*\bkv_scale$")
 NORM = re.compile(r".*norm\.weight$")
+# A name in a stack of layers. The group is the module that contains the stack.
+STACK = re.compile(r"(.+?)\.\w+\.\d+\.")
 EMBEDDING = "model.embed_tokens.weight"
 TIED_HEADS = ("lm_head.weight", "embed_out.weight")
 # Parts of tokenizer.json that determine a prompt's token ids or a response's text. The other parts
@@ -111,8 +114,11 @@ def tensor_findings(
     """Yield findings on unquantized tensors that differ from the source.
 
     Additional and missing tensors are reported, too. `explained` contains the names of norms that
-    differ because the layers after them were smoothed.
+    differ because the layers after them were smoothed. Parts beside the text model (towers,
+    projectors) are named if all their tensors equal the source's.
     """
+    equal: list[str] = []
+    changed: set[str] = set()
     for name, tensor in view.index.tensors.items():
         module, _, parameter = name.rpartition(".")
         if (
@@ -121,10 +127,44 @@ def tensor_findings(
             or (module in quantized and parameter != "bias")
         ):
             continue
-        yield from _unquantized_findings(view, origins, tensor)
+        found = [*_unquantized_findings(view, origins, tensor)]
+        yield from found
+        if found:
+            changed.add(name)
+        else:
+            equal.append(name)
     origins.release()
     for tensor in origins.missing():
         yield from _missing_finding(view, tensor)
+        changed.add(tensor.name)
+    if view.model.text != view.index.config:
+        stacks = {match[1] for name in quantized if (match := STACK.match(name))}
+        yield from _kept_parts(equal, changed, stacks)
+
+
+def part_of(name: str) -> str:
+    """Return the part of a model that a tensor belongs to, such as `model.vision_tower`."""
+    first, _, rest = name.partition(".")
+    second, _, inside = rest.partition(".")
+    return f"{first}.{second}" if first == "model" and inside else first
+
+
+def _kept_parts(equal: Sequence[str], changed: Set[str], stacks: Set[str]) -> Iterator[Finding]:
+    """Yield a note for each part beside the quantized layers that equals the source's part.
+
+    `equal` and `changed` are names of kept tensors. `stacks` are the modules that contain the
+    quantized layers, such as `model.language_model`.
+    """
+    beside = [
+        name
+        for name in equal
+        if not name.startswith(tuple(f"{stack}." for stack in stacks))
+        and not name.endswith(TIED_HEADS)
+    ]
+    damaged = {part_of(name) for name in changed}
+    for part, tensors in Counter(map(part_of, beside)).items():
+        if part not in damaged:
+            yield Finding.at(rules.KEPT_PART, part, tensors=tensors)
 
 
 def _unquantized_findings(

@@ -62,6 +62,11 @@ SMOOTHED = Rule(
     need="the source's weight",
     do="ignore this: AWQ and SmoothQuant store such factors, and the comparison removed them",
 )
+KEPT_PART = Rule(
+    "source/kept-part",
+    "info",
+    got="{tensors:# tensor}, equal to the source's",
+)
 SIGNAL_TO_NOISE = Rule(
     "source/signal-to-noise",
     "info",
