@@ -1,10 +1,14 @@
-"""The scheme that the reference uses for a layer."""
+"""The reference model, and the scheme that it uses for a layer."""
+
+from pathlib import Path
 
 import torch
 from torch.nn import Linear
 
+from tests.command import ROOT
+from tests.models import quantize
 from vexport.checkpoint.index import StoredQuantization
-from vexport.engine.reference import schemes_of_layers
+from vexport.engine.reference import load_dequantized, schemes_of_layers
 from vexport.records import Json
 
 
@@ -44,3 +48,13 @@ def test_name_takes_precedence_over_class() -> None:
     schemes = schemes_of_layers({name: Linear(8, 8) for name in names}, stored, tensors)
     bits = {name: scheme.weights and scheme.weights.num_bits for name, scheme in schemes.items()}
     assert bits == {"layers.0.up_proj": 4, "layers.0.down_proj": 4, "layers.0.o_proj": 8}
+
+
+def test_model_with_vision_tower(tmp_path: Path) -> None:
+    """AutoModelForCausalLM does not have the class."""
+    source = ROOT / "scenarios" / "demo" / "model-sight"
+    model = load_dequantized(quantize(source, tmp_path / "out", "FP8_DYNAMIC"))
+    assert type(model).__name__ == "Idefics3ForConditionalGeneration"
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[8, 9, 10]])).logits
+    assert torch.isfinite(logits).all()

@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+import transformers
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.transform import TransformArgs, TransformConfig
 from compressed_tensors.transform.utils.matrix import apply_transform_weight
@@ -191,8 +192,13 @@ def load_dequantized(checkpoint: Path) -> Module:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     dtype = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+    # AutoModelForCausalLM does not have all models with a vision tower.
+    named = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if named is None:
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        else:
+            skeleton = named._from_config(config, dtype=dtype)
     logging.disable_progress_bar()
     tensors = _read_tensors(checkpoint)
     stored = {key.rpartition(".")[0] for key in tensors}
