@@ -278,7 +278,7 @@ class CellResult:
     stopped at a step that it cannot imitate. `built` is False if vLLM raised before the model was
     built. `in_class` is True if the code of the model class raised. `control` is the result of an
     unquantized model in the same cell, if it was tried. `known_faults` are the layers with a known
-    fault of vLLM.
+    fault of vLLM. `log` has vLLM's messages while it built the model.
     """
 
     cell: Cell
@@ -290,6 +290,7 @@ class CellResult:
     layers: tuple[LayerKind, ...] = ()
     faults: tuple[Miscopy, ...] = ()
     memory: RankMemory | None = None
+    log: tuple[str, ...] = ()
     control: "Control | None" = None
     known_faults: tuple[FaultyLayer, ...] = ()
 

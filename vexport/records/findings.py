@@ -458,6 +458,8 @@ class DryLoadReport:
     # Static findings on the unquantized model that vexport made from the checkpoint's config. It is
     # empty if no such model was made. The JSON does not contain it.
     unquantized: tuple[Finding, ...] = field(default=(), metadata={"exclude": True})
+    # vLLM's messages in the first cell that loaded. The JSON does not contain them.
+    log: tuple[str, ...] = field(default=(), metadata={"exclude": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

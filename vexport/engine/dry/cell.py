@@ -6,6 +6,7 @@ tensors that vLLM casts to another dtype.
 
 import fcntl
 import hashlib
+import logging
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -154,6 +155,7 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
         trust_remote_code=request.trust_remote_code,
         speculative=request.speculative,
     )
+    log = _Log(config)
     with set_current_vllm_config(config):
         join_group(cell.tp, attempt.rank)
         with (
@@ -173,6 +175,7 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
                     replace(each, layer=DRAFTER + each.layer)
                     for each in faulty_layers(drafter, cell.sm)
                 )
+        messages = log.ended()
         audit.model_is_built = True
         if attempt.control in WITHOUT_WEIGHTS:
             return CellResult(cell=cell, outcome="loaded")
@@ -195,6 +198,7 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
         layers=layers,
         memory=memory,
         known_faults=known_faults,
+        log=messages,
     )
     for prefix, model in models.items():
         if (raising := raising_layer(model, cell.sm)) is not None:
@@ -203,6 +207,30 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
                 result, outcome="refused", where=prefix + where, reason=reason, layers=()
             )
     return result
+
+
+class _Log(logging.Handler):
+    """Collects vLLM's messages, after those that an engine writes about its configuration.
+
+    It is made after the configuration, because vLLM then sets up its loggers.
+    """
+
+    def __init__(self, config: "VllmConfig") -> None:
+        from vllm import __version__ as version
+
+        super().__init__(logging.INFO)
+        self._messages = [
+            f"Resolved architecture: {config.model_config.architecture}",
+            f"Initializing a V1 LLM engine (v{version}) with config: {config}",
+        ]
+        logging.getLogger("vllm").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._messages.append(record.getMessage())
+
+    def ended(self) -> tuple[str, ...]:
+        logging.getLogger("vllm").removeHandler(self)
+        return tuple(self._messages)
 
 
 def _open_tokenizer(checkpoint: Path, config: "VllmConfig") -> None:

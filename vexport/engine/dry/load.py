@@ -134,6 +134,7 @@ def judge(
         compiled=tuple(compiled_kernels(kernels)),
         memory=tuple(memory[tp] for tp in sorted(memory)),
         not_judged=left_out,
+        log=next((each.log for each in results if each.log), ()),
         blind_spots=LIMITATIONS,
     )
 
