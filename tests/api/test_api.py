@@ -102,6 +102,7 @@ def test_import_is_light() -> None:
         "explain_all",
         "history",
         "load_all",
+        "load_with_log",
         "plan_schemes",
         "startup_log",
     }
@@ -144,7 +145,7 @@ def test_functions_have_arguments_of_commands() -> None:
             if command.name == "plan":  # a GPU changes what is shown, or the table of schemes
                 known |= signature(vexport.api.plan_schemes).parameters.keys() | {"sm"}
             if command.name == "load":  # with --log
-                known |= signature(vexport.api.startup_log).parameters.keys()
+                known |= signature(vexport.api.load_with_log).parameters.keys()
             if command.name == "compare":  # with --serve
                 variants = signature(vexport.api.compare_variants).parameters
                 known |= {*variants, *signature(Evaluate).parameters}

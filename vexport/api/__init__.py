@@ -10,9 +10,9 @@ checkpoint fails before there is a report on it. Arguments that contradict each 
 ValueError. Engines run in other processes. The command `eval` is the function `evaluate`, and
 `list` is `entries`, because `eval` and `list` are builtins. `evaluate_all` and `load_all` take
 several checkpoints, as the commands do. `explain_all` is `explain` without a name, `plan_schemes`
-is `plan` without a scheme, `startup_log` is `load --log`, `compare_variants` is `compare --serve`,
-`compare_versions` is `compare --versions`, and `history` is `report` with several results. Notes
-are Python warnings, unless `on_note` receives them.
+is `plan` without a scheme, `startup_log` and `load_with_log` are `load --log`, `compare_variants`
+is `compare --serve`, `compare_versions` is `compare --versions`, and `history` is `report` with
+several results. Notes are Python warnings, unless `on_note` receives them.
 Modules are imported when their functions are used.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         evaluate_all,
         run,
     )
-    from vexport.api.loading import load, load_all, startup_log
+    from vexport.api.loading import load, load_all, load_with_log, startup_log
     from vexport.api.making import quantize
     from vexport.api.planning import plan, plan_schemes
     from vexport.api.reading import entries, explain, explain_all, history, report, verdict
@@ -55,6 +55,7 @@ __all__ = [
     "history",
     "load",
     "load_all",
+    "load_with_log",
     "plan",
     "plan_schemes",
     "quantize",
@@ -72,7 +73,7 @@ _MODULES = {
     "vexport.api.checking": ("check",),
     "vexport.api.reading": ("entries", "explain", "explain_all", "history", "report", "verdict"),
     "vexport.api.engine": ("Engine",),
-    "vexport.api.loading": ("load", "load_all", "startup_log"),
+    "vexport.api.loading": ("load", "load_all", "load_with_log", "startup_log"),
     "vexport.api.engines": (
         "compare",
         "compare_variants",

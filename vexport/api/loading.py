@@ -16,7 +16,8 @@ from vexport.checkpoint.index import require_checkpoint, require_weights_found
 from vexport.checkpoint.source import require_source, resolve_source
 from vexport.checks import error_findings
 from vexport.engine.arguments import require_layers
-from vexport.engine.dry.load import dry_load_checkpoints
+from vexport.engine.dry.load import dry_load_checkpoints, loadable_folder
+from vexport.engine.dry.served import ServerTest
 from vexport.errors import VexportError, convert_os_error
 from vexport.errors.extras import attempt, raise_problems
 from vexport.formats.gpus import Names, cards, parse_capabilities, parse_sizes
@@ -157,8 +158,13 @@ def load_all(
 def startup_log(log: Name | BinaryIO, name: str = "") -> StartupLog:
     """Return what the start-up log of `vllm serve` states, as `vexport load --log` does.
 
-    `log` is a file or a binary stream. `name` is the stream's name in reports.
+    `log` is a file, a binary stream, or the address of a running server. `name` is the stream's
+    name in reports.
     """
+    if isinstance(log, str) and log.startswith(("http://", "https://")):
+        from vexport.inference.endpoint.statements import server_statements
+
+        return server_statements(log)
     if isinstance(log, str | os.PathLike):
         path = Path(log)
         try:
@@ -167,6 +173,42 @@ def startup_log(log: Name | BinaryIO, name: str = "") -> StartupLog:
         except OSError as error:
             raise convert_os_error(error) from None
     return read_startup_log(log, name or "log")
+
+
+def load_with_log(
+    checkpoint: ModelName,
+    log: Name | BinaryIO,
+    name: str = "",
+    *,
+    sm: Names | None = None,
+    gpu: Names = (),
+    engine: Engine | None = None,
+    on_progress: OnProgress = silent,
+) -> DryLoadReport:
+    """Compare a server with a dry load of a checkpoint, as `vexport load CHECKPOINT --log` does.
+
+    `log` and `name` are as in `startup_log`. vLLM gets the tensor parallel size and the arguments
+    of the log. Arguments in `engine.serve` override them. `sm` or `gpu` name the server's GPU, if
+    the log does not state it. The checkpoint is validated before the log is read.
+
+    Raises:
+        Inconclusive: the log or the dry load is not sufficient for a comparison.
+        InputError: there is no log, or it is of another model.
+    """
+    engine = engine or Engine()
+    capabilities = () if sm is None else parsed("load: sm", parse_capabilities, sm)
+    gpus = parsed("load: gpu", cards, gpu)
+    ref = source_ref("load: checkpoint", checkpoint)
+    test = ServerTest(
+        ref=ref,
+        root=loadable_folder(ref, on_progress),
+        sm=capabilities,
+        gpus=gpus,
+        serve=engine.serve,
+        vllm_python=engine.vllm_python,
+        trust_remote_code=engine.trust_remote_code,
+    )
+    return test.report(startup_log(log, name), on_progress)
 
 
 def _unread_dry(name: str, findings: tuple[Finding, ...]) -> DryLoadReport:

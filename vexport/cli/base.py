@@ -26,6 +26,7 @@ from vexport.records import (
 )
 from vexport.records.values import join_limited
 from vexport.rules import conclusion as rules
+from vexport.rules import serving
 
 if TYPE_CHECKING:
     from rich.progress import Task, TaskID
@@ -288,6 +289,15 @@ def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
         of_checkpoint = [finding for finding in report.findings if finding.check != ENGINE_CHECK]
         require_ok(report.checkpoint, report.ok or not of_checkpoint, of_checkpoint)
     require_no_findings_of(ENGINE_CHECK, reports)
+
+
+def require_compared(report: DryLoadReport) -> None:
+    """Raise Inconclusive (exit code 3) if a value of a server could not be compared."""
+    if report.server is not None and report.not_judged:
+        first = report.not_judged[0]
+        raise Inconclusive.of(
+            serving.NOT_COMPARED, report.server.log, what=first.what, why=first.why
+        )
 
 
 def conclude(outcome: str, name: str, reason: str, advice: str) -> None:

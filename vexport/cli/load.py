@@ -3,11 +3,18 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import click
 
-from vexport.cli.base import command, print_text, progress_display, require_loaded, text_width
+from vexport.cli.base import (
+    command,
+    print_text,
+    progress_display,
+    require_compared,
+    require_loaded,
+    text_width,
+)
 from vexport.cli.engine import Session, engine_arg_option, interpreters_option, session_options
 from vexport.cli.options import (
     PATH,
@@ -22,21 +29,27 @@ from vexport.cli.options import (
 )
 from vexport.errors import InputError, VexportError
 from vexport.errors.extras import raise_problems
-from vexport.names import SourceRef, parse_source
+from vexport.names import SourceRef, parse_source, user_path
 from vexport.records import EngineMode
 from vexport.rules import usage as rules
 
 if TYPE_CHECKING:
     from vexport.formats.gpus import Card
-    from vexport.records.serving import StartupLog
 
 Mode = Literal["eager", "default", "both"]
-# Arguments of vLLM without a meaning in a dry load, and the reasons.
-_NOT_DRY = {
-    "tensor_parallel_size": "use --tp for the number of ranks",
-    "pipeline_parallel_size": "it loads all layers on each rank",
-    "quantization_config": "vLLM quantizes when it reads values, which --dry does not",
+# Parameters that --log does not take.
+_NOT_WITH_LOG = {
+    "dry": "--dry",
+    "tp": "--tp",
+    "speculative": "--speculative",
+    "mode": "--mode",
+    "run_dir": "--run-dir",
+    "overwrite": "--overwrite",
+    "every": "--all",
+    "canaries": "--canaries",
 }
+# Parameters that --log takes only with a checkpoint.
+_FOR_COMPARISON = {"sm": "--sm", "cards": "--gpu", "vllm_python": "--vllm-python"}
 
 
 @command()
@@ -44,9 +57,10 @@ _NOT_DRY = {
 @option("--dry", "Only test loading, from headers: no weights, no GPU.", heading="vLLM", flag=True)
 @option(
     "--log",
-    "Report what the start-up log of `vllm serve` states: a file, or - for the standard input.",
-    PATH,
-    "FILE|-",
+    "Compare CHECKPOINT with a server's start-up log (a file, or - for the standard input) or with "
+    "a running server. Without CHECKPOINT, show what it states.",
+    click.STRING,
+    "FILE|-|URL",
     heading="vLLM",
 )
 @device_options
@@ -82,7 +96,7 @@ _NOT_DRY = {
 def load(
     checkpoints: tuple[SourceRef, ...],
     dry: bool,
-    log: Path | None,
+    log: str | None,
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,
     cards: tuple["Card", ...] | None,
@@ -108,13 +122,13 @@ def load(
     or cuts, the kernel of each layer, and the memory of each rank. Without --sm, the results are
     for SM 80, 89, 90 and 100, and each --tp must load on at least one of them.
 
-    With --log, no engine starts. The output has the version, the arguments, the selected kernels
-    and the warnings in the start-up log of a server, with the lines of the log.
+    With --log, no engine starts. The version, arguments, kernels, dtypes and lengths of a server
+    are compared with a dry load. --gpu names its GPU.
 
     \b
     Examples:
       vexport load OUT
-      docker logs SERVER 2>&1 | vexport load --log -
+      docker logs SERVER 2>&1 | vexport load OUT --log - --gpu H100
       vexport load OUT --dry --tp 1,2,4,8 --sm 80,90,100
       vexport load OUT SOURCE --dry --gpu H100,L40S
       vexport load OUT --mode both --vllm-python old/bin/python --vllm-python new/bin/python
@@ -123,8 +137,31 @@ def load(
     from vexport.reports import render_loads, render_startup_log
 
     if log is not None:
-        _require_log_alone(checkpoints, dry)
-        print_text(render_startup_log(_read_log(log), output.format_, width=text_width()))
+        _require_log_options(checkpoints, session)
+        if not checkpoints:
+            print_text(
+                render_startup_log(
+                    api.startup_log(*_opened(log)), output.format_, width=text_width()
+                )
+            )
+            return
+        engine = api.Engine(
+            serve=session.serve(None),
+            vllm_python=vllm_python[0] if vllm_python else None,
+            trust_remote_code=trust_remote_code,
+        )
+        with progress_display(quiet=output.quiet, reads=checkpoints) as on_progress:
+            compared = api.load_with_log(
+                checkpoints[0],
+                *_opened(log),
+                sm=sm,
+                gpu=[card.name for card in cards or ()],
+                engine=engine,
+                on_progress=on_progress,
+            )
+        print_text(render_loads([compared], output.format_, width=text_width()))
+        require_loaded([compared])
+        require_compared(compared)
         return
     if not checkpoints:
         raise InputError.of(rules.REQUIRED, "vexport load", needed="a CHECKPOINT, or --log FILE")
@@ -162,18 +199,27 @@ def load(
     require_loaded(reports)
 
 
-def _read_log(log: Path) -> "StartupLog":
-    from vexport.api.loading import startup_log
+def _opened(log: str) -> "tuple[str | Path | BinaryIO, str]":
+    """Return the file, stream or address of --log, and its name in reports."""
+    if log == "-":
+        return sys.stdin.buffer, "standard input"
+    if log.startswith(("http://", "https://")):
+        return log, log
+    return user_path(Path(log)), log
 
-    if str(log) == "-":
-        return startup_log(sys.stdin.buffer, "standard input")
-    return startup_log(log)
 
-
-def _require_log_alone(checkpoints: tuple[SourceRef, ...], dry: bool) -> None:
-    if checkpoints or dry:
-        other, remedy = "CHECKPOINT or --dry", "remove them: --log reports what a log states"
-        raise InputError.of(rules.EXCLUDED, "--log", other=other, remedy=remedy)
+def _require_log_options(checkpoints: tuple[SourceRef, ...], session: Session) -> None:
+    for key, name in _NOT_WITH_LOG.items():
+        if given(key):
+            remedy = "remove it: the log states how the server runs"
+            raise InputError.of(rules.EXCLUDED, name, other="--log", remedy=remedy)
+    if len(checkpoints) > 1 or len(click.get_current_context().params["vllm_python"]) > 1:
+        needed = "at most one CHECKPOINT and one --vllm-python"
+        raise InputError.of(rules.REQUIRED, "--log", needed=needed)
+    for key, name in _FOR_COMPARISON.items():
+        if not checkpoints and given(key):
+            raise InputError.of(rules.NEEDS_OPTION, name, other="a CHECKPOINT next to --log")
+    _require_dry_arguments(session)
 
 
 def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
@@ -183,12 +229,19 @@ def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
     if dry and (session.canaries is not None or mode != "eager"):
         remedy = "remove --dry, which starts no engine"
         raise InputError.of(rules.EXCLUDED, "--canaries and --mode", other="--dry", remedy=remedy)
-    for name in _NOT_DRY.keys() & session.engine_args.keys() if dry else ():
-        where = f"--engine-arg {name}"
-        raise InputError.of(rules.EXCLUDED, where, other="--dry", remedy=_NOT_DRY[name])
+    if dry:
+        _require_dry_arguments(session)
     if "enforce_eager" in session.engine_args:
         needed = "--mode in its place, which has the same meaning"
         raise InputError.of(rules.REQUIRED, "--engine-arg enforce_eager", needed=needed)
+
+
+def _require_dry_arguments(session: Session) -> None:
+    from vexport.engine.dry.load import NOT_DRY
+
+    for name in NOT_DRY.keys() & session.engine_args.keys():
+        where = f"--engine-arg {name}"
+        raise InputError.of(rules.EXCLUDED, where, other="--dry", remedy=NOT_DRY[name])
 
 
 def _pages(run_dir: Path | None) -> list[Path]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self, TypeVar
 
 from vexport.errors import VexportError, problem_text
+from vexport.records.served import ServerComparison
 from vexport.rules.book import Claim as Claim
 from vexport.rules.book import LoaderFault as LoaderFault
 from vexport.rules.book import Rule
@@ -437,7 +438,8 @@ class DryLoadReport:
     toolkit. `compiled` has the kernels of both that are compiled on the host. `rooms` has an entry
     for each GPU, tp and sequence length. `vllm_python` is the Python interpreter, empty for the
     interpreter that runs vexport. `cuda` is True if the loaders are those of a CUDA build.
-    `not_judged` lists faults that also occur with the unquantized model.
+    `not_judged` lists faults that also occur with the unquantized model. With `server`, the dry
+    load was compared with a server, and `not_judged` lists values that could not be compared.
     """
 
     schema: Literal["vexport.dry-load/1"] = "vexport.dry-load/1"
@@ -455,6 +457,7 @@ class DryLoadReport:
     rooms: tuple[GpuRoom, ...] = ()
     not_judged: tuple[NotJudged, ...] = ()
     blind_spots: tuple[str, ...]
+    server: ServerComparison | None = None
     # Static findings on the unquantized model that vexport made from the checkpoint's config. It is
     # empty if no such model was made. The JSON does not contain it.
     unquantized: tuple[Finding, ...] = field(default=(), metadata={"exclude": True})

@@ -5,7 +5,7 @@ decides the outcome of a run.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from vexport.records.findings import (
@@ -78,9 +78,15 @@ def checkpoint_gate(
 ) -> Gate:
     """Return the gate of a checkpoint.
 
-    It fails if the report is not ok, even if the report has no error.
+    It fails if the report is not ok, even if the report has no error. It is inconclusive if a
+    server's log lacks values.
     """
-    return findings_gate(name, report.findings, ok=report.ok, with_message=with_message)
+    gate = findings_gate(name, report.findings, ok=report.ok, with_message=with_message)
+    if gate.status != "PASS" or not isinstance(report, DryLoadReport) or report.server is None:
+        return gate
+    if not report.not_judged:
+        return gate
+    return replace(gate, status="INCONCLUSIVE", message=f"not compared: {report.not_judged[0]}")
 
 
 def load_gate(name: str, report: LoadReport | None) -> Gate:

@@ -30,6 +30,7 @@ from vexport.reports import document as doc
 from vexport.reports.document import facts, muted, parts, row, table
 from vexport.reports.findings import check_target
 from vexport.reports.formatting import count, duration, engine_line, served_with, size, small
+from vexport.reports.serving import comparison_table
 
 CheckpointReport = CheckReport | LoadReport | DryLoadReport
 T = TypeVar("T", bound=CheckpointReport)
@@ -51,7 +52,7 @@ def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> l
     ]
 
 
-def _not_judged(report: CheckReport, *, every: bool) -> doc.Listing | None:
+def _not_judged(report: CheckReport | DryLoadReport, *, every: bool) -> doc.Listing | None:
     entries = [str(each if every else each.brief) for each in report.not_judged]
     return doc.Listing(row(*entries), "not judged") if entries else None
 
@@ -70,12 +71,23 @@ def load_documents(
             _document(
                 "load",
                 load,
-                *([load_facts(load)] if isinstance(load, LoadReport) else device_parts(load)),
+                *([load_facts(load)] if isinstance(load, LoadReport) else _dry_parts(load)),
                 every=every,
             )
             for load in with_load_names(reports)
         ),
     ]
+
+
+def _dry_parts(report: DryLoadReport) -> tuple[doc.Part, ...]:
+    if report.server is None:
+        return device_parts(report)
+    return parts(
+        comparison_table(report.server),
+        _not_judged(report, every=True),
+        muted(f"compared with a dry load in vLLM {report.vllm}"),
+        doc.Listing(row(*report.blind_spots), "not verified"),
+    )
 
 
 def load_suites(reports: Sequence[LoadReport | DryLoadReport]) -> Iterator[tuple[str, list[Gate]]]:

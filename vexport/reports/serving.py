@@ -3,22 +3,33 @@
 import json
 from collections.abc import Iterator
 
+from vexport.records.served import ComparedStatus, ComparedValue, ServerComparison
 from vexport.records.serving import StartupLog, Stated
 from vexport.reports import document as doc
 from vexport.reports.document import facts, mono, muted, parts, row, table
 
+_TONES: dict[ComparedStatus, str] = {
+    "equal": "pass",
+    "differs": "fail",
+    "not stated": "skipped",
+    "unknown": "skipped",
+}
 _TITLES = {
     "version": "vLLM",
     "model": "model",
     "architecture": "architecture",
     "device": "device",
+    "gpu": "GPU",
     "tensor_parallel_size": "tensor parallel",
     "method": "quantization",
     "dtype": "dtype",
     "kv_cache_dtype": "KV cache dtype",
     "max_model_len": "maximum length",
+    "checkpoint_gib": "checkpoint, GiB",
+    "cache_gib": "KV cache, GiB",
     "cache_tokens": "KV cache, tokens",
     "max_concurrency": "sequences at once",
+    "start_seconds": "start, seconds",
 }
 
 
@@ -29,7 +40,7 @@ def startup_log_document(log: StartupLog) -> doc.Document:
     pairs = ((title, _value(value)) for title, value in stated.items() if value is not None)
     return doc.Document(
         title=log.log,
-        sentence=f"{log.lines:,} lines",
+        sentence=f"{log.lines:,} lines" if log.lines else "running server",
         parts=parts(
             facts(*pairs, *_arguments(log)),
             _selections(log),
@@ -40,8 +51,27 @@ def startup_log_document(log: StartupLog) -> doc.Document:
     )
 
 
+def comparison_table(server: ServerComparison) -> doc.Table:
+    """Return a table of the values of a server next to the values of the dry load."""
+    rows = (
+        (
+            value.name,
+            mono(value.server or value.status),
+            str(value.line or ""),
+            _expected(value),
+        )
+        for value in server.values
+    )
+    return table(("Value", "Server", ">Line", "Dry load"), rows, stack=False)
+
+
+def _expected(value: ComparedValue) -> doc.TableCell:
+    text = "equal" if value.status == "equal" else value.dry_load or value.status
+    return doc.TableCell(text, tone=_TONES[value.status])
+
+
 def _value(stated: Stated) -> str:
-    return f"{stated.value} (line {stated.line})"
+    return f"{stated.value} (line {stated.line})" if stated.line else stated.value
 
 
 def _arguments(log: StartupLog) -> Iterator[tuple[str, str]]:

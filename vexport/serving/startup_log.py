@@ -40,7 +40,9 @@ _LEVEL_KEYS = ("levelname", "level", "severity")
 _ENGINE = re.compile(
     r"Initializing a V1 LLM engine \(v(?P<version>[^)]*)\) with config: (?P<config>.*)"
 )
-# Sources: entrypoints/common/startup.py, config/model.py, v1/core/kv_cache_utils.py.
+# Sources: entrypoints/common/startup.py, config/model.py, v1/core/kv_cache_utils.py,
+# v1/worker/gpu_worker.py and cpu_worker.py, model_loader/weight_utils.py, v1/engine/core.py. Names
+# of files with settings for a GPU contain its name (fused_moe.py, fp8_utils.py).
 _ARGUMENTS = re.compile(r"non-default args: (?P<arguments>\{.*\})")
 _STATED = {
     "version": re.compile(r"vLLM (?:API )?server version (?P<value>[^\s,]+)"),
@@ -50,7 +52,16 @@ _STATED = {
     "max_concurrency": re.compile(
         r"Maximum concurrency for [\d,]+ tokens per request: (?P<value>[\d.]+)x"
     ),
+    "checkpoint_gib": re.compile(r"Checkpoint size: (?P<value>[\d.]+) GiB"),
+    "cache_gib": re.compile(
+        r"(?:Available KV cache memory: |Explicitly set \()(?P<value>[\d.]+)(?: GiB|/)"
+    ),
+    "start_seconds": re.compile(r"init engine \([^)]*\) took (?P<value>[\d.]+) s"),
+    "gpu": re.compile(r"\bdevice_name=(?P<value>\w[\w-]*)"),
 }
+# vLLM writes one of these when it has built the model. Sources: model_loader/weight_utils.py and
+# default_loader.py.
+_LOADING = re.compile(r"Loading (?:safetensors checkpoint shards|weights took)|Checkpoint size: ")
 # vLLM's name of a value in the engine's configuration, and the name of the field.
 _OF_CONFIG = {
     "model": "model",
@@ -88,6 +99,8 @@ _REMARKS: tuple[tuple[RemarkKind, re.Pattern[str]], ...] = (
     ("scales", re.compile(r"\b(?:\w*_)?scal(?:e|es|ing)\b")),
     ("disabled", re.compile(r"\bdisabl(?:ed|ing)\b|\bfall(?:ing|s)? back\b", re.IGNORECASE)),
 )
+# Python's text of a member of an enum: <AttentionBackendEnum.FLASHINFER: 'vllm...'>.
+_MEMBER = re.compile(r"<\w+\.(\w+): .*>")
 _SECRET = re.compile(r"key|token$|password|secret")
 _OPENING, _CLOSING, _QUOTES = "([{<", ")]}>", "'\""
 
@@ -98,6 +111,7 @@ class _Found:
 
     lines: int = 0
     is_vllm: bool = False
+    is_loading: bool = False
     stated: dict[str, Stated] = field(default_factory=dict)
     arguments: dict[str, JsonValue] = field(default_factory=dict)
     selections: dict[tuple[str, str, str], Selection] = field(default_factory=dict)
@@ -115,6 +129,7 @@ class _Found:
             for name, pattern in _STATED.items():
                 if match := pattern.search(message):
                     self._state(name, match["value"].replace(",", ""))
+            self.is_loading |= _LOADING.search(message) is not None
             self._select(message)
             if is_warning:
                 self._remark(message)
@@ -126,7 +141,13 @@ class _Found:
         for kind, pattern in _SELECTIONS:
             if match := pattern.search(message):
                 subject, choice = match["subject"], match["choice"]
-                selection = Selection(kind=kind, subject=subject, choice=choice, line=self.lines)
+                selection = Selection(
+                    kind=kind,
+                    subject=subject,
+                    choice=choice,
+                    line=self.lines,
+                    while_loading=self.is_loading,
+                )
                 self.selections.setdefault((kind, subject, choice), selection)
                 return
 
@@ -159,13 +180,17 @@ def read_startup_log(stream: BinaryIO, name: str) -> StartupLog:
         model=found.stated.get("model"),
         architecture=found.stated.get("architecture"),
         device=found.stated.get("device"),
+        gpu=found.stated.get("gpu"),
         tensor_parallel_size=found.stated.get("tensor_parallel_size"),
         method=found.stated.get("method"),
         dtype=found.stated.get("dtype"),
         kv_cache_dtype=found.stated.get("kv_cache_dtype"),
         max_model_len=found.stated.get("max_model_len"),
+        checkpoint_gib=found.stated.get("checkpoint_gib"),
+        cache_gib=found.stated.get("cache_gib"),
         cache_tokens=found.stated.get("cache_tokens"),
         max_concurrency=found.stated.get("max_concurrency"),
+        start_seconds=found.stated.get("start_seconds"),
         arguments=found.arguments,
         selections=tuple(found.selections.values()),
         remarks=tuple(found.remarks.values()),
@@ -247,6 +272,8 @@ def _arguments(text: str) -> dict[str, JsonValue]:
 
 
 def _literal(text: str) -> JsonValue:
+    if member := _MEMBER.fullmatch(text):
+        return member[1]
     try:
         value: object = ast.literal_eval(text)
         plain: JsonValue = json.loads(json.dumps(value))

@@ -226,7 +226,8 @@ class _Log(logging.Handler):
         logging.getLogger("vllm").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._messages.append(record.getMessage())
+        place = f"{record.filename}:{record.lineno}"
+        self._messages.append(f"{record.levelname} [{place}] {record.getMessage()}")
 
     def ended(self) -> tuple[str, ...]:
         logging.getLogger("vllm").removeHandler(self)

@@ -54,6 +54,12 @@ from vexport.scenario.serve import EngineArguments, Serve
 from vexport.words import first_and_more
 
 CHECK = "dry-load"
+# Arguments of vLLM without a meaning in a dry load, and the reasons.
+NOT_DRY = {
+    "tensor_parallel_size": "use --tp for the number of ranks",
+    "pipeline_parallel_size": "it loads all layers on each rank",
+    "quantization_config": "vLLM quantizes when it reads values, which --dry does not",
+}
 # The cells that must load. all: every cell. any: at least one cell for each tensor parallel size.
 Require = Literal["all", "any"]
 LIMITATIONS = (
@@ -102,7 +108,7 @@ def judge(
     """
     left_out = not_judged(results)
     without_toolkit = [each for each in results if not each.cell.toolkit]
-    results = [each for each in results if each.cell.toolkit]
+    results = [each for each in results if each.cell.toolkit] or results
     results = [
         without_shared_errors(result, reason_with_cause, requested=requested)
         for result, reason_with_cause in zip(
@@ -383,9 +389,9 @@ class DryLoad:
     (tensor parallel sizes) and `sm` (90 for SM 9.0). With `require` "all", each cell must load.
     With "any", one cell for each `tp` must load. `vllm_python` is the interpreter, or None for the
     running interpreter. `toolkits` are the hosts to try, with a CUDA toolkit (True) or without. The
-    verdict ignores cells without a toolkit. `arguments` are the user's arguments of vLLM.
-    `speculative` is `METHOD` or `METHOD=FOLDER`. If it is set, vLLM's draft model is built and
-    loaded as well.
+    verdict ignores cells without a toolkit, unless all cells are without. `arguments` are the
+    user's arguments of vLLM. `speculative` is `METHOD` or `METHOD=FOLDER`. If it is set, vLLM's
+    draft model is built and loaded as well.
 
     With `controlled`, an error does not count if vLLM has the same error with the unquantized
     model. This is the model in the folder `source`, or, without `source`, a model that transformers
@@ -507,6 +513,15 @@ def _report_or_fault(load: DryLoad, on_progress: OnProgress) -> DryLoadReport | 
     return report
 
 
+def loadable_folder(ref: SourceRef, on_progress: OnProgress = silent) -> Path:
+    """Return the folder of a checkpoint. Raise InputError if vLLM cannot begin to load it."""
+    root = resolve_source(ref, on_progress)
+    require_checkpoint(root)
+    require_weights_found(root)
+    require_layers(root)
+    return root
+
+
 def dry_load_checkpoints(
     refs: Sequence[SourceRef],
     pythons: Sequence[Path | None],
@@ -527,11 +542,7 @@ def dry_load_checkpoints(
     sequences that fit on each GPU. Raises the errors of `DryLoad`, and InputError if a checkpoint
     cannot be read or vLLM does not accept the arguments in `serve`.
     """
-    roots = [resolve_source(ref, on_progress) for ref in refs]
-    for root in roots:
-        require_checkpoint(root)
-        require_weights_found(root)
-        require_layers(root)
+    roots = [loadable_folder(ref, on_progress) for ref in refs]
     drafter = resolve_drafter(speculative, on_progress)
     for python in pythons:
         require_arguments([serve], python, dry=True)

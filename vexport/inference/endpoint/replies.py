@@ -58,6 +58,8 @@ _LARGEST_LOGPROB = 0.01
 _MAX_COUNT = 2.0**53
 # Matches characters that cannot be encoded as UTF-8: halves of a surrogate pair of UTF-16.
 _SURROGATE = re.compile("[\ud800-\udfff]")
+# A label in Prometheus's text format. Values are escaped like texts in JSON.
+_LABEL = re.compile(r'(?P<label>\w+)="(?P<value>(?:[^"\\]|\\.)*)"')
 _STATUS_KEYS = ("code", "status", "status_code", "http_code")
 _RATE_LIMIT = re.compile(r"rate.?limit|too.?many.?requests|resource.?exhausted", re.IGNORECASE)
 _OVERLOAD = re.compile(r"overloaded|unavailable", re.IGNORECASE)
@@ -417,6 +419,12 @@ def _token_id(digits: str, vocabulary: int) -> int:
             f"a token {TOKEN}{digits[:20]}, which is not in the tokenizer's vocabulary"
         )
     return int(digits)
+
+
+def labels_of(text: str, name: str) -> dict[str, str]:
+    """Return the labels of the first Prometheus value with this name, or nothing."""
+    line = next((each for each in text.splitlines() if each.startswith(f"{name}{{")), "")
+    return {match["label"]: match["value"] for match in _LABEL.finditer(line)}
 
 
 def counters_of(text: str, names: Iterable[str]) -> dict[str, float]:

@@ -40,6 +40,7 @@ from vexport.inference.endpoint.replies import (
     choice_of,
     counters_of,
     is_too_long,
+    labels_of,
     model_cards,
     positions_of,
     read_json,
@@ -277,11 +278,18 @@ class Server:
 
         Missing counters are left out. Raises InputError if the server refuses the request.
         """
+        return self._metrics(lambda text: counters_of(text, names))
+
+    def labels(self, name: str) -> dict[str, str]:
+        """Return the labels of one of vLLM's metrics, such as `vllm:cache_config_info`."""
+        return self._metrics(lambda text: labels_of(text, name))
+
+    def _metrics(self, read: Callable[[str], T]) -> T:
         url = f"{self._root}/metrics"
 
-        def attempt(seconds: float) -> dict[str, float]:
+        def attempt(seconds: float) -> T:
             reply = self._send(url, None, seconds, _ANSWER_BYTES)
-            return counters_of(read_text(reply, self._mask), names)
+            return read(read_text(reply, self._mask))
 
         try:
             return self._retry(METRICS, attempt, self.endpoint.retry_seconds, None)
