@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import Ran, vexport
+from tests.inference.replying import Sent, replying, with_card
 from tests.models import Good, save_qwen3
 from tests.serving.logs import (
     FLASH_ATTN,
@@ -301,3 +302,21 @@ def test_formats_for_ci(good: Good, tmp_path: Path) -> None:
 def test_options_without_meaning(options: tuple[str, ...], tmp_path: Path) -> None:
     ran = vexport("load", tmp_path, "--log", "-", *options)
     assert (ran.code, "--log" in ran.stderr) == (2, True)
+
+
+def test_running_server(good: Good) -> None:
+    checkpoint = good("FP8_DYNAMIC")
+    info = 'vllm:cache_config_info{cache_dtype="auto",kv_cache_memory_bytes="None"} 1.0\n'
+
+    def reply(path: str, body: dict[str, object]) -> Sent:
+        if path == "/metrics":
+            return Sent(content=info.encode())
+        return with_card(root="/models/served", max_model_len=200)(path, body)
+
+    with replying(reply) as url:
+        other = vexport("load", checkpoint, "--log", url, "--quiet", "--format", "json")
+        same = vexport("load", checkpoint, "--log", url, "--quiet", "--max-model-len", "200")
+    assert (other.code, same.code) == (1, 0)
+    statuses = _statuses(_report(other))
+    assert (statuses["maximum length"], statuses["KV cache dtype"]) == ("differs", "equal")
+    assert "a running server does not state them" in same.stdout

@@ -1,0 +1,69 @@
+"""Statements of a running server about its model, its version and its KV cache."""
+
+import pytest
+
+from tests.inference.replying import CARD, Reply, Sent, replying, sound, with_card
+from vexport.errors import EnvironmentFault
+from vexport.inference.endpoint.statements import server_statements
+from vexport.records.serving import StartupLog
+
+INFO = (
+    "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig\n"
+    'vllm:cache_config_info{block_size="16",cache_dtype="fp8_e4m3",engine="0",'
+    'kv_cache_dtype_skip_layers="[\\"a\\"]",kv_cache_max_concurrency="41.5",'
+    'kv_cache_memory_bytes="2147483648",kv_cache_size_tokens="21248",num_gpu_blocks="1328"} 1.0\n'
+)
+
+
+def _with_metrics(text: str) -> Reply:
+    def reply(path: str, body: dict[str, object]) -> Sent:
+        return Sent(content=text.encode()) if path == "/metrics" else sound(path, body)
+
+    return reply
+
+
+def _values(log: StartupLog) -> dict[str, str]:
+    names = [
+        *("version", "model", "max_model_len", "kv_cache_dtype"),
+        *("cache_gib", "cache_tokens", "max_concurrency"),
+    ]
+    stated = {name: getattr(log, name) for name in names}
+    return {name: each.value for name, each in stated.items() if each is not None}
+
+
+def test_statements() -> None:
+    with replying(_with_metrics(INFO)) as url:
+        log = server_statements(url)
+    assert (log.log, log.lines) == (url, 0)
+    assert _values(log) == {
+        "version": "0.32.0",
+        "model": CARD["root"],
+        "max_model_len": "512",
+        "kv_cache_dtype": "fp8_e4m3",
+        "cache_gib": "2.00",
+        "cache_tokens": "21248",
+        "max_concurrency": "41.5",
+    }
+
+
+@pytest.mark.parametrize("text", ["", "vllm:cache_config_info 1.0\n", 'x{cache_dtype="fp8"} 1\n'])
+def test_server_without_these_metrics(text: str) -> None:
+    with replying(_with_metrics(text)) as url:
+        assert "kv_cache_dtype" not in _values(server_statements(url))
+
+
+def test_server_without_metrics() -> None:
+    with replying(sound) as url:
+        assert _values(server_statements(url))["max_model_len"] == "512"
+
+
+def test_values_that_a_server_does_not_state() -> None:
+    with replying(with_card(root=None, max_model_len=None)) as url:
+        assert _values(server_statements(url)) == {"version": "0.32.0"}
+
+
+def test_no_server() -> None:
+    with replying(sound) as url:
+        pass
+    with pytest.raises(EnvironmentFault):
+        server_statements(url)
