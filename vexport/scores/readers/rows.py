@@ -58,14 +58,16 @@ def row_of(
     it. `options` is the number of options of a multiple-choice document, else 0.
     """
     kept = "(the response was not kept)" if text is None else text
-    ending = ending_of(
-        prompt=prompt,
-        responses=[kept],
-        filtered=[kept if extracted is None else extracted],
-        reasons=[finish_reason] if finish_reason else [],
-        longest=_UNLIMITED_LENGTH,
-        is_stripped=False,
-    )
+    ending = None
+    if finish_reason or text is not None:
+        ending = ending_of(
+            prompt=prompt,
+            responses=[kept],
+            filtered=[kept if extracted is None else extracted],
+            reasons=[finish_reason] if finish_reason else [],
+            longest=_UNLIMITED_LENGTH,
+            is_stripped=False,
+        )
     return Row(
         doc_id=int(document) if is_whole_number(document) else document,
         filter="none",
@@ -76,7 +78,7 @@ def row_of(
         compared_text=text if extracted is None else extracted,
         scores=scores,
         options=options,
-        ending=ending if finish_reason or text is not None else None,
+        ending=ending,
     )
 
 
@@ -118,16 +120,17 @@ def keyed(rows: Iterable[tuple[str, Row]]) -> dict[Key, Row]:
     found: dict[Key, Row] = {}
     places: dict[Key, str] = {}
     for where, row in rows:
-        if row.key in found:
+        key = row.key
+        if key in found:
             raise InputError.of(
                 rules.DOCUMENT_TWICE,
                 where,
                 document=row.doc_id,
                 filter=row.filter,
                 seed=row.seed,
-                first=places[row.key],
+                first=places[key],
             )
-        found[row.key], places[row.key] = row, where
+        found[key], places[key] = row, where
     return found
 
 
@@ -185,7 +188,7 @@ def _with_seeds(responses: Sequence[Response]) -> Iterator[tuple[str, Row]]:
         else:
             seed = before[document] if is_regular else 0
             before[document] += 1
-        yield each.where, replace(each.row, seed=seed)
+        yield each.where, each.row if seed == each.row.seed else replace(each.row, seed=seed)
 
 
 def _require_equal_counts(
