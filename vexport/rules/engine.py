@@ -10,7 +10,7 @@ UNKNOWN_ARGUMENT = Rule(
     "engine/unknown-argument",
     got="an unknown argument",
     need="an engine argument of vLLM {version}",
-    do="remove the argument{hint}",
+    do="correct or remove the argument{hint}",
 )
 ARGUMENT = Rule(
     "engine/argument", got="{value}", need="{need}", do="correct or remove the argument"

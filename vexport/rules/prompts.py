@@ -19,8 +19,7 @@ NO_TEMPLATE = Rule(
 )
 NO_SUCH_TEMPLATE = Rule(
     "prompts/no-such-template",
-    got="the template name {name}",
-    need="{names:or}",
+    got="no template named {name}: the model has {names:and}",
     do="choose one (--chat-template NAME, or apply_chat_template: NAME in a scenario)",
 )
 MULTITURN = Rule(

@@ -23,7 +23,7 @@ REPORT = Rule(
 )
 NO_MODIFIER = Rule(
     "scenario/no-modifier",
-    got="no modifier in it: need a recipe of llm-compressor in YAML that contains {names:or}",
+    got="no modifier in it, as in a recipe of llm-compressor in YAML: {names:or}",
     do="use the recipe.yaml that llm-compressor saves with each checkpoint",
 )
 MODIFIER = Rule(
