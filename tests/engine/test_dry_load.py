@@ -301,7 +301,7 @@ def test_check_and_dry_load_report_precision_alike(good: Good) -> None:
 
 def test_check_and_dry_load_agree(good: Good, calibration: Path, tmp_path: Path) -> None:
     """Some models have fewer key heads than ranks, or experts that are split over the ranks."""
-    cache = ("--kv-cache", "fp8", "--calibration", calibration)
+    cache = ("--kv-cache", "fp8_attention", "--calibration", calibration)
     caches = [
         quantize(
             save_llama(tmp_path / f"{name} source", **sizes), tmp_path / name, "FP8_DYNAMIC", *cache

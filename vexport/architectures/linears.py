@@ -234,17 +234,23 @@ def _stacked_experts(tensor: TensorInfo, names: Names) -> Iterator[LinearPlan]:
 
 
 def attention_layers(
-    layers: Iterable[FusedLayer], rows: Mapping[str, int | None], names: Names, *, per_head: bool
+    layers: Iterable[FusedLayer],
+    rows: Mapping[str, int | None],
+    names: Names,
+    *,
+    per_head: bool,
+    queries: bool = False,
 ) -> tuple[AttentionLayer, ...]:
     """Return the attention layers of the decoder, for which KV cache scales can be stored.
 
     `rows` has the out_features of each linear layer, or None if they are unknown. With `per_head`,
-    each KV head has a separate scale.
+    each KV head has a separate scale. With `queries`, queries have a scale.
     """
     return tuple(
         AttentionLayer(
             name=linear.rpartition(".")[0],
             heads=kv_heads(linear, rows[linear], names.text) if per_head else None,
+            has_query_scale=queries,
         )
         for linear in key_projections(layers, names)
     )

@@ -322,10 +322,13 @@ def watch_attention(
     prefix: str,
     stored_name: Callable[[str], str],
     seen: dict[str, KeyValueRanges],
+    *,
+    queries: bool = False,
 ) -> Iterator[None]:
     """Collect the head ranges of the attention layers below `module` in `seen`.
 
-    Keys of `seen` are the layers' names in the checkpoint.
+    Keys of `seen` are the layers' names in the checkpoint. If `queries` is set, the ranges of
+    queries are collected, too.
     """
     names = {id(child): joined(prefix, name) for name, child in module.named_modules()}
 
@@ -340,7 +343,11 @@ def watch_attention(
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         tokens = key.shape[0] * key.shape[2]
         key_value_ranges = KeyValueRanges(
-            key=head_ranges(key), value=head_ranges(value), tokens=tokens
+            key=head_ranges(key),
+            value=head_ranges(value),
+            tokens=tokens,
+            query=_query_ranges(attention, query, kwargs.get("scaling")) if queries else None,
+            kind=type(attention).__name__ if queries else "",
         )
         name = stored_name(names[id(attention)])
         seen[name] = seen[name] + key_value_ranges if name in seen else key_value_ranges
@@ -353,6 +360,20 @@ def watch_attention(
     own: Mapping[str, AttentionFunction | None] = {**ALL_ATTENTION_FUNCTIONS, "eager": None}
     with replaced_attention({name: partial(observe, attend) for name, attend in own.items()}):
         yield
+
+
+def _query_ranges(attention: torch.nn.Module, query: torch.Tensor, scaling: object) -> HeadRanges:
+    """Return the range of each head of the queries that vLLM passes to its attention.
+
+    Some models of transformers (OPT) multiply the queries by the layer's `scaling`, and pass 1.0 to
+    the attention. vLLM's models pass the plain queries and the scaling.
+    """
+    own = getattr(attention, "scaling", scaling)
+    ranges = head_ranges(query)
+    if not isinstance(own, float) or not isinstance(scaling, float) or own in (0.0, scaling):
+        return ranges
+    low, high = ([each * scaling / own for each in side] for side in (ranges.low, ranges.high))
+    return HeadRanges(low=tuple(low), high=tuple(high))
 
 
 @contextmanager

@@ -291,6 +291,7 @@ class StatisticsWatcher:
         self._statistics = statistics
         self._cached = cached
         self._watches_cache = bool(plan.kv_cache)
+        self._watches_queries = plan.kv_cache == "fp8_attention"
         wanted = [group for group in plan.groups if statistics.needs(group)]
         self._groups = walk.places.by_layer(wanted)
         # Names of linear layers that the current row has reached, with Boolean tensors that are
@@ -316,7 +317,9 @@ class StatisticsWatcher:
         layer.watching.enter_context(inputs.hooked(take, first_only=True))
         if self._watches_cache and not layer.is_head:
             stored_name = self._walk.weights.stored_name
-            attention = watch_attention(layer.module, layer.name, stored_name, self._cached)
+            attention = watch_attention(
+                layer.module, layer.name, stored_name, self._cached, queries=self._watches_queries
+            )
             layer.watching.enter_context(attention)
 
     def row(self, index: int, hidden: torch.Tensor) -> None:

@@ -18,6 +18,8 @@ DESCRIPTION = (
     "vLLM supports the KV cache scheme, and every attention layer has usable key and value scales"
 )
 SCALES = ("k_scale", "v_scale")
+# Scale of the queries, which vLLM quantizes for attention in FP8. It is optional.
+QUERY_SCALE = "q_scale"
 STRATEGIES = ("tensor", "attn_head")
 # Largest plausible scale, for keys and values up to 4096. The keys and values of trained models
 # reach several hundred.
@@ -62,10 +64,38 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         yield Finding.at(rules.NO_SCALES, f"{view.quantization.place}: FP8 KV cache")
     if stored:
         yield from _missing_scales(view, scales)
+    queries = dict(_query_scales(view)) if scales else {}
+    yield from _missing_query_scales(queries)
+    yield from _unread_query_scales(view, queries)
+    stored += [(module, QUERY_SCALE, tensor) for module, tensor in queries.items() if tensor]
     for module, parameter, tensor in stored:
         per_head = isinstance(scheme, dict) and scheme["strategy"] == "attn_head"
-        yield from _number_of_scales(view, tensor, per_head=per_head)
+        yield from _number_of_scales(view, parameter, tensor, per_head=per_head)
         yield from _values(view, module, parameter, tensor)
+
+
+def _query_scales(view: CheckpointView) -> Iterator[tuple[str, TensorInfo | None]]:
+    for projection in key_projections(view.model.fused_layers, view.model.names):
+        module = projection.rpartition(".")[0]
+        yield module, _stored_scale(view, module, QUERY_SCALE)
+
+
+def _unread_query_scales(
+    view: CheckpointView, queries: Mapping[str, TensorInfo | None]
+) -> Iterator[Finding]:
+    """Report scales of queries under names that vLLM does not map to an attention layer."""
+    read = {tensor.name for tensor in queries.values() if tensor is not None}
+    for name in view.index.tensors:
+        is_scale = name.endswith(f".{QUERY_SCALE}") and view.model.names.in_decoder(name)
+        if queries and is_scale and name not in read:
+            yield Finding.at(rules.UNREAD_QUERY_SCALE, name)
+
+
+def _missing_query_scales(queries: Mapping[str, TensorInfo | None]) -> Iterator[Finding]:
+    """Report attention layers without a scale of queries, if other layers have one."""
+    if any(queries.values()):
+        for module in (module for module, tensor in queries.items() if tensor is None):
+            yield Finding.at(rules.MISSING_QUERY_SCALE, f"{module}.{QUERY_SCALE}")
 
 
 def _read_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
@@ -172,13 +202,9 @@ def _stored_scale(view: CheckpointView, module: str, parameter: str) -> TensorIn
     tensors = view.index.tensors
     method = view.quantization.method
     own = method.cache_scales if method else {}
-    endings = [
-        own.get(parameter, parameter),
-        parameter,
-        f"attn.{parameter}",
-        f"{parameter[0]}_proj.{parameter}",
-        f"qkv_proj.{parameter}",
-    ]
+    endings = [own.get(parameter, parameter), parameter, f"attn.{parameter}"]
+    if parameter in SCALES:
+        endings += [f"{parameter[0]}_proj.{parameter}", f"qkv_proj.{parameter}"]
     # vLLM loads `kv_scale` as k_scale. Only BaseKVCacheMethod uses it for values, too.
     if parameter == "k_scale" or method is not None:
         endings.append("kv_scale")
@@ -188,9 +214,14 @@ def _stored_scale(view: CheckpointView, module: str, parameter: str) -> TensorIn
 
 
 def _number_of_scales(
-    view: CheckpointView, tensor: TensorInfo, *, per_head: bool
+    view: CheckpointView, parameter: str, tensor: TensorInfo, *, per_head: bool
 ) -> Iterator[Finding]:
-    heads = view.model.text.get("num_key_value_heads") if per_head else None
+    """Report scales of another number than all heads or the query or KV heads.
+
+    vLLM reduces the scales of query heads to the largest of each KV head (_tp_aware_loader).
+    """
+    key = "num_attention_heads" if parameter == QUERY_SCALE else "num_key_value_heads"
+    heads = view.model.text.get(key) if per_head else None
     count = tensor.num_elements
     if not per_head and count != 1:
         yield Finding.at(rules.SCALE_COUNT, tensor.name, count=count)

@@ -23,7 +23,7 @@ DESCRIPTION = "dtypes and shapes match the config, and the members of fused laye
 # The factor differs from 1 by at most 0.4 %, far less than the errors of FP4 rounding.
 GLOBAL_SCALES = (".weight_global_scale", ".input_global_scale", ".weight_scale_2")
 COMPARED_SCALES = ("weight_scale", "input_scale", "weight_scale_inv", "scales")
-CACHE_SCALES = (".k_scale", ".v_scale")
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
 # Dimension along which a weight is split between ranks.
 SPLIT_DIMENSIONS: Mapping[Split, int] = {"out": 0, "in": 1}
 

@@ -39,7 +39,7 @@ from vexport.errors import InputError
 from vexport.files import atomic_path
 from vexport.formats import nearest_format
 from vexport.formats.base import EXPERT
-from vexport.formats.config import K_SCALE, V_SCALE
+from vexport.formats.config import K_SCALE, Q_SCALE, V_SCALE
 from vexport.formats.dequantize import arguments_of, ignore_group_warning
 from vexport.formats.input_rounding import InputRounding
 from vexport.numerics.metrics import kl_divergence
@@ -55,7 +55,7 @@ _MATRIX, _NOISE = "logprobs", "noise"
 # NOISE_FACTOR is the largest allowed ratio of vLLM's difference to the effect of this noise.
 BFLOAT16_ROUNDING = 2**-9
 NOISE_FACTOR = 3.0
-KV_SCALES = (f".{K_SCALE}", f".{V_SCALE}")
+KV_SCALES = (f".{K_SCALE}", f".{V_SCALE}", f".{Q_SCALE}")
 
 
 def reference_logprobs(
@@ -237,9 +237,9 @@ def load_dequantized(checkpoint: Path) -> Module:
 
 
 def _read_tensors(checkpoint: Path) -> Tensors:
-    """Return all tensors except the scales of the KV cache.
+    """Return all tensors except the scales of the KV cache and of queries.
 
-    The KV cache of the reference is not quantized.
+    Neither the KV cache nor the queries of the reference are quantized.
     """
     tensors: Tensors = {}
     for file in sorted(checkpoint.glob("*.safetensors")):

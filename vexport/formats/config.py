@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 # (CompressedTensorsKVCacheMethod in vLLM's compressed_tensors.py). Scales per head need
 # FlashAttention 3.
 K_SCALE, V_SCALE = "k_scale", "v_scale"
+# Scale of the queries, for attention in FP8. vLLM quantizes queries after rotary embedding, if its
+# attention backend supports it (Attention.forward in layers/attention/attention.py).
+Q_SCALE = "q_scale"
 # Name of vLLM's Attention object in a model's attention module (`self_attn.attn`). vLLM also loads
 # the scale `self_attn.k_scale` into this object (get_cache_scale_mapper in
 # quantization/base_config.py).
@@ -41,11 +44,19 @@ KV_CACHES: Mapping[KvCache, QuantArgs] = {
     "fp8_per_head": QuantArgs(
         num_bits=8, type="float", strategy="attn_head", observer="static_minmax"
     ),
+    "fp8_attention": QuantArgs(
+        num_bits=8, type="float", strategy="tensor", observer="static_minmax"
+    ),
 }
 
 
-def quantization_config(plan: Plan) -> dict[str, Json]:
+def quantization_config(
+    plan: Plan, ranges: Mapping[str, KeyValueRanges] | None = None
+) -> dict[str, Json]:
     """Return the quantization config of a plan, with a group per scheme and observer.
+
+    `ranges` are the ranges of the attention layers in calibration. If queries have scales, there is
+    also a group for each class of attention.
 
     If there is a single group, it targets the class Linear. Several groups target their layers by
     name. A class would match all layers, and vLLM uses the first target that matches.
@@ -71,6 +82,14 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
             "output_activations": None,
             "format": stored_as,
         }
+    for kind in _attention_classes(plan, ranges or {}):
+        groups[f"group_{len(groups)}"] = {
+            "targets": [kind],
+            "weights": None,
+            "input_activations": _json(KV_CACHES["fp8_attention"]),
+            "output_activations": None,
+            "format": None,
+        }
     return {
         "config_groups": groups,
         "format": "mixed-precision" if len(formats) > 1 else min(formats, default="dense"),
@@ -80,6 +99,18 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
     }
+
+
+def _attention_classes(plan: Plan, ranges: Mapping[str, KeyValueRanges]) -> Sequence[str]:
+    """Return the classes of attention with scales of queries, as transformers names them.
+
+    compressed-tensors describes quantized attention by a group that targets such a class. vLLM
+    skips a group with a single target that ends in `Attention` (from_config of
+    CompressedTensorsConfig), and reads the scales with the KV cache scheme. It would take another
+    name for a linear layer, so other names get no group.
+    """
+    quantized = [ranges[layer.name].kind for layer in plan.attention if layer.has_query_scale]
+    return [kind for kind in dict.fromkeys(quantized) if kind.endswith("Attention")]
 
 
 def targets_of(
@@ -168,18 +199,16 @@ def _json(args: QuantArgs | None) -> Json:
     return dumped
 
 
-def kv_layout(layer: AttentionLayer) -> tuple[TensorSpec, TensorSpec]:
-    """Return the layout of the scales of keys and values: (1,), or (heads, 1, 1) per head."""
+def kv_layout(layer: AttentionLayer) -> tuple[TensorSpec, ...]:
+    """Return the layout of the scales of keys, values and queries: (1,), or (heads, 1, 1)."""
     shape = (1,) if layer.heads is None else (layer.heads, 1, 1)
     module = f"{layer.name}.{INNER}" if layer.name.rpartition(".")[2] == INNER else layer.name
-    key, value = (
-        TensorSpec(name=f"{module}.{name}", dtype="F32", shape=shape) for name in (K_SCALE, V_SCALE)
-    )
-    return key, value
+    names = (K_SCALE, V_SCALE, Q_SCALE) if layer.has_query_scale else (K_SCALE, V_SCALE)
+    return tuple(TensorSpec(name=f"{module}.{name}", dtype="F32", shape=shape) for name in names)
 
 
-def kv_scales(layer: AttentionLayer, ranges: Mapping[str, KeyValueRanges]) -> "tuple[Array, Array]":
-    """Return the scales of keys and of values, as float32 with the shapes of `kv_layout`.
+def kv_scales(layer: AttentionLayer, ranges: Mapping[str, KeyValueRanges]) -> "tuple[Array, ...]":
+    """Return the scales of keys, values and queries, as float32 in the order of `kv_layout`.
 
     A scale is the largest magnitude in calibration divided by 448. Raises InputError if calibration
     did not record the layer's keys and values, or recorded another number of heads.
@@ -189,7 +218,9 @@ def kv_scales(layer: AttentionLayer, ranges: Mapping[str, KeyValueRanges]) -> "t
     if layer_ranges is None or layer.heads not in (None, heads):
         all_heads = "all heads" if layer.heads is None else f"{layer.heads} heads"
         raise InputError.of(KV_HEADS, layer.name, heads=heads, needed=all_heads)
-    return _scales(layer_ranges.key, layer), _scales(layer_ranges.value, layer)
+    query = layer_ranges.query if layer.has_query_scale else None
+    observed = (layer_ranges.key, layer_ranges.value, query)
+    return tuple(_scales(states, layer) for states in observed if states is not None)
 
 
 def _scales(heads: HeadRanges, layer: AttentionLayer) -> "Array":

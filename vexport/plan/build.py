@@ -117,7 +117,8 @@ def build_plan(
     cache_refusals: Iterable[Finding] = ()
     if settings.kv_cache is not None:
         per_head = KV_CACHES[settings.kv_cache].strategy == "attn_head"
-        attention = attention_layers(layers, rows, names, per_head=per_head)
+        queries = settings.kv_cache == "fp8_attention"
+        attention = attention_layers(layers, rows, names, per_head=per_head, queries=queries)
         cache_refusals = refused_caches(attention, linears)
     refusals = [*rule_refusals, *shape_refusals, *cache_refusals]
     quantized = {member.name for group in groups for member in group.members}

@@ -215,7 +215,7 @@ def finish(
     _copy_side_files(index, folder)
     write_smoothing(calibration.smoothing if calibration else {}, folder)
     record_digests(folder, {shard.name: written_digest(folder / shard.name) for shard in shards})
-    write_config(index, plan, folder)
+    write_config(index, plan, folder, calibration)
     failure = job.prove(job, folder, plan)
     for shard in shards:
         progress_file(folder / shard.name).unlink(missing_ok=True)
@@ -223,7 +223,9 @@ def finish(
         raise keep_as_failed(folder, job.out, failure)
 
 
-def write_config(index: SourceIndex, plan: Plan, folder: Path) -> None:
+def write_config(
+    index: SourceIndex, plan: Plan, folder: Path, calibration: CalibrationRecord | None = None
+) -> None:
     """Write config.json: the source's config with the quantization config that vLLM reads.
 
     A quantized output head differs from the embeddings. The config therefore no longer ties them.
@@ -231,7 +233,8 @@ def write_config(index: SourceIndex, plan: Plan, folder: Path) -> None:
     has_head = any(is_head(group.name) for group in plan.groups)
     config = _untied(index.config) if has_head else dict(index.config)
     if plan.groups or plan.attention:
-        config["quantization_config"] = quantization_config(plan)
+        ranges = calibration.kv_ranges if calibration is not None else {}
+        config["quantization_config"] = quantization_config(plan, ranges)
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 

@@ -210,7 +210,8 @@ class RoundingWatcher:
         rows = WaitingRows(self._runs(partial(self._run, layer)))
         cached = dict[str, KeyValueRanges]()
         stored_name = self._walk.weights.stored_name
-        watching = watch_attention(layer.module, layer.name, stored_name, cached)
+        queries = self._plan.kv_cache == "fp8_attention"
+        watching = watch_attention(layer.module, layer.name, stored_name, cached, queries=queries)
         with watching if self._plan.attention else nullcontext():
             stored, report = self._rounder(layer).round(rows, self._exact)
         add_up(cached)

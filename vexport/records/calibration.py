@@ -37,15 +37,27 @@ class HeadRanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyValueRanges:
-    """Ranges of the keys (after rotary embedding) and values that an attention layer caches."""
+    """Ranges of the keys (after rotary embedding) and values that an attention layer caches.
+
+    `query` is the range of the queries after rotary embedding, and `kind` the class of the
+    attention layer in transformers. Both are filled only if queries get a scale.
+    """
 
     key: HeadRanges
     value: HeadRanges
     tokens: int
+    query: HeadRanges | None = None
+    kind: str = ""
 
     def __add__(self, other: "KeyValueRanges") -> "KeyValueRanges":
-        key, value = self.key + other.key, self.value + other.value
-        return KeyValueRanges(key=key, value=value, tokens=self.tokens + other.tokens)
+        both = None if self.query is None or other.query is None else self.query + other.query
+        return KeyValueRanges(
+            key=self.key + other.key,
+            value=self.value + other.value,
+            tokens=self.tokens + other.tokens,
+            query=both,
+            kind=self.kind,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

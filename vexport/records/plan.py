@@ -58,8 +58,8 @@ class WeightPart:
 
 
 # Storage of the KV cache: an fp8 scale for all keys and one for all values of a layer, or one
-# scale for each KV head.
-KvCache = Literal["fp8", "fp8_per_head"]
+# scale for each KV head. With `fp8_attention`, all queries of a layer have a scale, too.
+KvCache = Literal["fp8", "fp8_per_head", "fp8_attention"]
 # Action for layers with shapes that vLLM cannot run.
 OnUnsupportedShape = Literal["refuse", "keep", "smaller-group"]
 # Number of columns that share a scale. "channel" means that a whole row shares a scale.
@@ -85,10 +85,12 @@ class AttentionLayer:
     """An attention layer that gets scales for the KV cache, by its name in the checkpoint.
 
     `heads` is the number of KV heads with separate scales. None means that all heads share a scale.
+    `has_query_scale` is True if the queries have a scale, too.
     """
 
     name: str
     heads: int | None
+    has_query_scale: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,19 @@ ONLY_VALUE_SCALE_ON_REQUEST = Rule(
     "stored",
     do=_CALIBRATE,
 )
+MISSING_QUERY_SCALE = Rule(
+    "kv_cache/missing-query-scale",
+    claim="values",
+    got="no such tensor, unlike other layers: vLLM would quantize queries with 1.0 or with k_scale",
+    do=_CALIBRATE,
+)
+UNREAD_QUERY_SCALE = Rule(
+    "kv_cache/unread-query-scale",
+    claim="values",
+    got="a scale of queries under a name that vLLM does not map to an attention layer",
+    need="the name q_scale in the attention layer, beside k_scale",
+    do="rename the tensor",
+)
 SCALE_COUNT = Rule(
     "kv_cache/scale-count",
     claim="values",
@@ -76,7 +89,7 @@ SCALES_PER_HEAD = Rule(
     "kv_cache/scales-per-head",
     claim="values",
     got="{count:# value}",
-    need="a scale for each of {heads} KV heads (strategy attn_head)",
+    need="a scale for each of {heads} heads (strategy attn_head)",
     do=_CALIBRATE,
 )
 SCALE_DTYPE = Rule(

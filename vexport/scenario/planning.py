@@ -35,9 +35,10 @@ UnsupportedShapeSetting = Annotated[
 KvCacheSetting = Annotated[
     KvCache | None,
     Option(
-        "Calibrate scales for an FP8 KV cache: one per layer (`fp8`), or one per KV head "
-        "(`fp8_per_head`).",
+        "Calibrate scales for an FP8 KV cache: `fp8` (per layer), `fp8_per_head` (per KV head), or "
+        "`fp8_attention` (with queries).",
         "Scheme",
+        metavar="KIND",
     ),
 ]
 SmoothingSetting = Annotated[

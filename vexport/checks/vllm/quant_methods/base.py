@@ -25,7 +25,11 @@ from vexport.version import Version
 Translation = Mapping[str, TensorInfo | Derived]
 EXPERTS = "experts"
 # Names of the scales of the KV cache in Quark and fp8 (get_cache_scale_mapper).
-CACHE_SCALES = {"k_scale": "k_proj.output_scale", "v_scale": "v_proj.output_scale"}
+CACHE_SCALES = {
+    "k_scale": "k_proj.output_scale",
+    "v_scale": "v_proj.output_scale",
+    "q_scale": "q_proj.output_scale",
+}
 
 
 class MethodFormat(Format):
