@@ -245,6 +245,14 @@ def rows(*outcomes: VersionOutcome) -> list[ComparedVersion]:
 def test_conclusion(
     outcomes: Sequence[VersionOutcome], outcome: str, first: str, words: str
 ) -> None:
-    found = conclude(rows(*outcomes))
+    found = conclude(
+        [replace(row, reason="") if row.outcome == "SAME" else row for row in rows(*outcomes)]
+    )
     assert (found.outcome, found.first) == (outcome, first)
     assert words in found.reason
+
+
+def test_pass_names_versions_with_warnings() -> None:
+    same, changed = rows("BASELINE", "SAME")
+    found = conclude([same, changed])
+    assert found.reason == "vLLM 0.30.0 to 0.31.0 load it alike, with warnings in 0.31.0"

@@ -24,6 +24,7 @@ from vexport.records import (
 from vexport.rules import changes as rules
 from vexport.rules import dry_load
 from vexport.rules.book import Rule
+from vexport.words import listed
 
 # Rules of a dry load about whole cells. The cells are compared instead.
 _OF_CELLS = (dry_load.REFUSED.id, dry_load.NOT_SHOWN.id)
@@ -244,6 +245,9 @@ def conclude(rows: Sequence[ComparedVersion]) -> Conclusion:
     reason = f"vLLM {_range(same)} load it alike"
     if untried:
         reason = f"vLLM {' and '.join(same)} load it alike; {_range(untried)} not tried"
+    changed = [row.vllm for row in rows if row.outcome == "SAME" and row.reason]
+    if changed:
+        reason = f"{reason}, with warnings in {listed(changed, 'and')}"
     return Conclusion("PASS", reason)
 
 
