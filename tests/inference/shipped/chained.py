@@ -13,7 +13,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-TOOL = {"type": "function", "function": {"name": "ping", "description": "Ping the server."}}
+from vexport.inference.shipped.base import JsonObject
+
+TOOL: JsonObject = {
+    "type": "function",
+    "function": {"name": "ping", "description": "Ping the server."},
+}
 CALL = ("<tool_call>", '{"name":', '"ping",', '"arguments":', "{}}", "</tool_call>", "<eos>")
 MALFORMED = ('<tool_call>{"name"', "<eos>")
 WORDS = ("<unk>", "<few>", "<many>", *CALL, MALFORMED[0])

@@ -76,6 +76,6 @@ def test_parsers_of_vllm_find_calls(parser: str, text: str, calls: list[str], mo
     from vexport.inference.shipped.tool_calls.parser import with_parsed_calls
 
     tokenizer = AutoTokenizer.from_pretrained(models / "sound")
-    found = with_parsed_calls(FinishedText(text, "stop"), parser, tokenizer, [TOOL])
+    found = with_parsed_calls(FinishedText(text, "stop"), parser, tokenizer, [dict(TOOL)])
     assert [str(Call(*call)) for call in found.calls] == calls
     assert str(found) == ("\n".join(calls) or text)

@@ -332,9 +332,9 @@ def _call(entry: Json) -> Call:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str):
         raise TemporaryError("a tool call without a name")
-    arguments = function.get("arguments")
-    # Some servers return an object in the place of its text.
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    arguments = function.get("arguments", "")
+    # Some servers return an object in the place of its text, or null without arguments.
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
     return Call(*(_SURROGATE.sub("\ufffd", each) for each in (name, text)))
 
 
