@@ -63,8 +63,8 @@ class Produced:
 
     `rule` is the id of the rule, or empty without one. `kind` is the error's class with its exit
     code, or the finding's severity with its claim. `pinned` and `template` are the text for a
-    snapshot, with and without facts in words. They are empty if the facts are not known, as in a
-    report that was read.
+    snapshot, with and without facts in words. They are empty for a finding whose facts are not
+    known, such as from a report that was read.
     """
 
     family: str
@@ -221,22 +221,27 @@ def produced(made: VexportError | Finding, package: str) -> Produced:
         family, kind = package, f"{type(made).__name__} (exit {made.exit_code})"
         texts = made.got, made.need, made.fix
     made_text = Produced(rule.partition("/")[0] or family, rule, kind, *texts)
-    return replace(made_text, **pinned(made_text, made.facts))
+    needed = all_rules()[rule].facts if rule in all_rules() else frozenset()
+    is_copy = isinstance(made, Finding) and not needed <= made.facts.keys()
+    return replace(made_text, **({} if is_copy else pinned(made_text, made.facts)))
 
 
 def pinned(made: Produced, facts: Mapping[str, object]) -> Mapping[str, str]:
-    """Return the text for a snapshot, with and without facts in words."""
+    """Return the text for a snapshot, with and without facts in words.
+
+    The text of an error from another process, whose facts are not known, is only masked.
+    """
     rule = all_rules().get(made.rule)
-    if rule is None or not rule.facts <= facts.keys():
+    if rule is None:
         return {}
-    sentences = rule.sentences(facts)
-    words = {name: text for name in rule.facts if (text := in_words(facts[name]))}
+    sentences = rule.sentences(facts) if rule.facts <= facts.keys() else None
+    words = {name: text for name in rule.facts & facts.keys() if (text := in_words(facts[name]))}
     texts: dict[str, str] = {}
     for name, shown in (("pinned", words), ("template", dict.fromkeys(words, "..."))):
         parts = []
         for part in ("got", "need", "do"):
             text = getattr(made, part)
-            is_rules = text == getattr(sentences, part)
+            is_rules = sentences is not None and text == getattr(sentences, part)
             text = outlined(getattr(rule, part), shown) if is_rules else masked(text)
             parts += [f"  {part}: {text}"] if text else []
         texts[name] = "\n".join([f"{made.rule} {made.kind}", *parts])

@@ -73,9 +73,10 @@ class EngineFault(EnvironmentFault):
     def __init__(self, where: str, failure: EngineFailure, log: Path | None = None) -> None:
         self.failure, self.log = failure, log
         rule = all_rules()[f"engine/{failure.kind.replace(' ', '-')}"]
-        texts = rule.sentences({"message": failure.message})
+        facts = {"message": failure.message}
+        texts = rule.sentences(facts)
         fix = f"{texts.do} (log: {log})" if log else texts.do
-        super().__init__(where, got=texts.got, need="", fix=fix, rule=rule.id)
+        super().__init__(where, got=texts.got, need="", fix=fix, rule=rule.id, facts=facts)
 
 
 @contextmanager
