@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from vexport.engine.messages import CANARY_TOKENS, DRAFT_TOKENS, SessionRequest, draft_counts
+from vexport.errors import InputError, first_line
 from vexport.files import atomic_path
 from vexport.inference.model import Model, Question, TokenIds, override_attribute
 from vexport.inference.row_scores import RowScores, scores_of_flat
 from vexport.inference.stored_responses import StoredResponses, answer_to_json
 from vexport.records import Canary, DraftCounts, Json, OnProgress
+from vexport.rules import sight as rules
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -66,7 +68,7 @@ class EngineModel(Model):
 
     def _ask_batch(self, questions: Sequence[Question]) -> list[Json]:
         from lm_eval.models.vllm_causallms import VLLM
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
 
         scoring = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=1, detokenize=False)
         step = self._llm.llm_engine.step
@@ -76,10 +78,9 @@ class EngineModel(Model):
             self.count(sum(output.finished for output in outputs))
             return outputs
 
-        prompts = [TokensPrompt(prompt_token_ids=list(each.prompt)) for each in questions]
         parameters: list[SamplingParams] = [each.parameters or scoring for each in questions]
         with override_attribute(self._llm.llm_engine, "step", counted):
-            outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+            outputs = self._outputs(questions, parameters)
         answers: list[Json] = []
         for question, output in zip(questions, outputs, strict=True):
             if question.parameters:
@@ -89,6 +90,46 @@ class EngineModel(Model):
                 score = VLLM._parse_logprobs(list(question.prompt), output, question.context)
                 answers.append(list(score))
         return answers
+
+    def _outputs(
+        self, questions: Sequence[Question], parameters: "Sequence[SamplingParams]"
+    ) -> "list[RequestOutput]":
+        """Run questions. vLLM renders conversations with pictures."""
+        from vllm import TokensPrompt
+
+        outputs: dict[int, RequestOutput] = {}
+        texts = [at for at, each in enumerate(questions) if not each.chat_options]
+        if texts:
+            prompts = [TokensPrompt(prompt_token_ids=list(questions[at].prompt)) for at in texts]
+            chosen = [parameters[at] for at in texts]
+            answers = self._llm.generate(prompts, chosen, use_tqdm=False)
+            outputs |= zip(texts, answers, strict=True)
+        pictured = [at for at, each in enumerate(questions) if each.chat_options]
+        if pictured:
+            answers = self._chat(
+                [questions[at] for at in pictured], [parameters[at] for at in pictured]
+            )
+            outputs |= zip(pictured, answers, strict=True)
+        return [outputs[at] for at in range(len(questions))]
+
+    def _chat(
+        self, questions: Sequence[Question], parameters: "Sequence[SamplingParams]"
+    ) -> "list[RequestOutput]":
+        """Run conversations with pictures.
+
+        Raises InputError if the model or its chat template do not take them.
+        """
+        conversations = [
+            list(each.conversation.messages) for each in questions if each.conversation is not None
+        ]
+        options = questions[0].chat_options
+        try:
+            outputs: list[RequestOutput] = self._llm.chat(
+                conversations, parameters, use_tqdm=False, **options
+            )
+        except ValueError as error:  # vLLM's class for a request that it refuses
+            raise InputError.of(rules.REFUSED, "chat", reply=first_line(error)) from error
+        return outputs
 
     def score_rows(self, rows: Sequence[TokenIds]) -> Iterator[RowScores]:
         """Yield the log-probabilities of each row's tokens and of the likeliest tokens.

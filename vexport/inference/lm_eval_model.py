@@ -117,14 +117,29 @@ class ServedChat:
         # With an end of thinking, the text after a stop text is removed later.
         stops = [eos] if self.think_end_token else until
         prompt: list[int] = []
-        if not self.model_behind.takes_messages:
+        options: Mapping[str, Json] = {}
+        if request.conversation.has_pictures and not self.model_behind.takes_messages:
+            options = self._chat_options()
+        elif not self.model_behind.takes_messages:
             (prompt,) = self.tok_encode([self._rendered_conversation(request.conversation)])
             _require_room(request, len(prompt), new, self.max_length)
         elif self.enable_thinking is not None:
             given["chat_template_kwargs"] = {"enable_thinking": self.enable_thinking}
         parameters = vllm_causallms.SamplingParams(max_tokens=new, stop=stops, **given)
-        question = Question(prompt=prompt, parameters=parameters, conversation=request.conversation)
+        question = Question(
+            prompt=prompt,
+            parameters=parameters,
+            conversation=request.conversation,
+            chat_options=options,
+        )
         return question, until
+
+    def _chat_options(self) -> Mapping[str, Json]:
+        """Return how an engine renders pictures, with the same template as `_rendered`."""
+        if not self.hf_chat_template:
+            raise InputError.of(rules.NO_TEMPLATE, "chat template")
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return {"chat_template": self.hf_chat_template, "chat_template_kwargs": {**thinking}}
 
     def _rendered_conversation(self, conversation: Conversation) -> str:
         return self._rendered(

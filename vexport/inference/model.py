@@ -9,7 +9,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -32,13 +32,15 @@ class Question:
 
     Without `parameters`, the model scores the tokens from `context` on instead of generating text.
     With a `conversation`, the prompt is the rendered conversation. It is empty if the model renders
-    conversations itself (`Model.takes_messages`).
+    conversations itself (`Model.takes_messages`), or if the conversation has pictures. An engine
+    renders pictures by `chat_options`, the arguments of `vllm.LLM.chat`.
     """
 
     prompt: TokenIds
     context: int = 0
     parameters: Parameters = None
     conversation: Conversation | None = None
+    chat_options: Mapping[str, Json] = field(default_factory=dict)
 
 
 class Model(ABC):
@@ -174,6 +176,7 @@ class Model(ABC):
             sorted(given.items()),
             sampled,
             *((question.conversation,) if question.conversation is not None else ()),
+            *sorted(question.chat_options.items()),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 

@@ -63,6 +63,14 @@ def _fail_reason(tasks: Sequence[TaskVerdict], assumed: str) -> Reason:
     amount = f"{scale.number(-worst.difference)} {scale.unit}"
     least = scale.number(-worst.high)
     faults = _faults_text(tasks)
+    by_obstacle = [task for task in failed if _has_own_obstacle(task)]
+    if by_obstacle:
+        others = [task for task in tasks if task is not by_obstacle[0]]
+        obstacle = by_obstacle[0].obstacle
+        assert obstacle is not None
+        left = f"; {reason_for('FAIL', others).text}" if len(failed) > 1 else ""
+        text = f"{by_obstacle[0].task} {obstacle.text}{left}{assumed}"
+        return Reason(rule=obstacle.rule, text=text)
     if len(failed) == 1:
         return Reason.of(
             verdict.LOSS,
@@ -100,8 +108,13 @@ def _faults_text(tasks: Sequence[TaskVerdict]) -> str:
     return "".join(f"; {clause}" for clause in clauses if clause)
 
 
+def _has_own_obstacle(task: TaskVerdict) -> bool:
+    """Return True if a task failed because of its obstacle, whatever the interval."""
+    return task.obstacle is not None and task.obstacle.rule != verdict.LOST_RESPONSES.id
+
+
 def _lost_text(task: TaskVerdict) -> str:
-    if task.obstacle is None or task.answers is None:
+    if task.obstacle is None or task.answers is None or _has_own_obstacle(task):
         return ""
     return f"; {lost_answers_text(task.answers)}"
 

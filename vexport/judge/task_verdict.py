@@ -7,6 +7,7 @@ from itertools import islice
 import numpy as np
 
 from vexport.inference.shipped import shipped_task
+from vexport.inference.shipped.base import Obstacle
 from vexport.judge.intervals import (
     Levels,
     difference_interval,
@@ -53,6 +54,11 @@ def compare_task(
     obstacle = find_obstacle(pair, baseline, answers, levels, outcome, is_templated)
     if obstacle is not None and outcome != "FAIL":
         outcome = "INCONCLUSIVE"
+    found = _found_obstacle(pair, alpha)
+    if found is not None and outcome != "FAIL":
+        outcome, obstacle = found
+    elif found is not None and found.outcome == "FAIL":
+        obstacle = found.reason
     is_open = outcome == "INCONCLUSIVE" and obstacle is None
     return TaskVerdict(
         task=pair.task,
@@ -83,6 +89,16 @@ def compare_task(
         ),
         faults=_faults(pair),
     )
+
+
+def _found_obstacle(pair: TaskPair, alpha: float) -> Obstacle | None:
+    """Return the obstacle that a shipped task finds in the scores of both models."""
+    task = shipped_task(pair.task)
+    if task is None:
+        return None
+    baseline = [old.scores for old, _ in pair.documents]
+    candidate = [new.scores for _, new in pair.documents]
+    return task.obstacle(baseline, candidate, alpha)
 
 
 def _faults(pair: TaskPair) -> dict[str, int]:

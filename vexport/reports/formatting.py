@@ -10,6 +10,7 @@ from vexport.formats.plan import Plan
 from vexport.records import EngineInfo, ExpertCoverage, Outcome, Verdict
 from vexport.records.scale import NOT_AVAILABLE, interval, percent
 from vexport.records.values import about, join_limited
+from vexport.rules import sight
 from vexport.rules import verdict as rules
 from vexport.words import plural
 
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from vexport.reports.run_record import Report
 
 # Obstacles of tasks, in the order of their remedies.
-_OBSTACLES = (rules.LOST_SCORE, rules.LOST_RESPONSES, rules.NO_ROOM, rules.FEW_DOCUMENTS)
+_OBSTACLES = (
+    *(sight.BLIND, sight.BLIND_BASELINE, sight.NOT_SEEN),
+    *(rules.LOST_SCORE, rules.LOST_RESPONSES, rules.NO_ROOM, rules.FEW_DOCUMENTS),
+)
 _DO_FINDINGS = (
     "correct the findings in the report; `vexport repair CHECKPOINT OUT` corrects some kinds"
 )

@@ -30,6 +30,8 @@ from vexport.scenario.section import ScenarioSection, located_error
 SuiteName = Literal["quick", "standard", "code", "chat"]
 Text = Annotated[str, Field(min_length=1)]
 _URL = "^https?://"
+SIGHT = "sight"
+"""Name of the task that ships with vexport and asks about pictures."""
 TOOL_CALLS = "tool-calls"
 """Name of the task that ships with vexport and asks for calls of tools."""
 
@@ -572,6 +574,12 @@ class Evaluate(
                 "apply_chat_template",
                 calls_tools and self.apply_chat_template is False,
                 f"a chat template, which lists the tools of {TOOL_CALLS}",
+                both,
+            ),
+            (
+                "apply_chat_template",
+                SIGHT in self.tasks and self.apply_chat_template is False,
+                f"a chat template, which has a place for the pictures of {SIGHT}",
                 both,
             ),
         ):

@@ -25,10 +25,11 @@ from pathlib import Path
 
 from vexport.files import from_json
 from vexport.inference.shipped.base import SUFFIX, ShippedPart, ShippedTask
+from vexport.inference.shipped.sight import Sight
 from vexport.inference.shipped.tool_calls import ToolCalls
 from vexport.scenario import Evaluate
 
-_TASKS: tuple[ShippedTask, ...] = (ToolCalls(),)
+_TASKS: tuple[ShippedTask, ...] = (Sight(), ToolCalls())
 SHIPPED = {task.name: task for task in _TASKS}
 """All shipped tasks by name."""
 _OF_PART = {part: task for task in _TASKS for part in task.parts}
@@ -83,3 +84,9 @@ def takes_tools(settings: Evaluate) -> bool:
     """Return True if a task of these settings asks for calls of tools."""
     found = map(shipped_task, settings.tasks)
     return any(task is not None and task.takes_tools for task in found)
+
+
+def takes_pictures(specs: Sequence[str]) -> str:
+    """Return the name of the first task with pictures among tasks that were written, or ""."""
+    parts = (part for spec in specs if (part := read_part(spec)) is not None)
+    return next((part.name for part in parts if SHIPPED[part.task].takes_pictures), "")

@@ -4,14 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from pydantic import JsonValue
 
 from vexport.files import to_json, write_text
 from vexport.inference.stored_responses import FinishedText
 from vexport.outputs.manifest import record
-from vexport.records import Json, Outcome
+from vexport.records import Json, Outcome, Reason
 from vexport.scenario import Evaluate
 
 JsonObject = Mapping[str, Json]
@@ -27,6 +27,13 @@ class Conversation:
 
     messages: tuple[JsonObject, ...]
     tools: tuple[JsonObject, ...] = ()
+
+    @property
+    def has_pictures(self) -> bool:
+        """Return True if a message has a picture."""
+        contents = (message.get("content") for message in self.messages)
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +59,17 @@ class PartOutcome:
     outcome: Outcome
     documents: int
     faults: Mapping[str, int]
+
+
+class Obstacle(NamedTuple):
+    """A reason why a score does not decide, and the outcome in place of the interval's."""
+
+    outcome: Outcome
+    reason: Reason
+
+
+ScoreRows = Sequence[Mapping[str, float]]
+"""The scores of one model's responses, by metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +100,14 @@ class ShippedTask(ABC):
     - `metrics` are 1 or 0 for each document. `CORRECT` is one of them.
     - `max_gen_toks` is the maximum number of tokens of a response.
     - `takes_tools` is True if the conversations have tools.
+    - `takes_pictures` is True if the conversations have pictures.
     """
 
     name: ClassVar[str]
     metrics: ClassVar[tuple[str, ...]]
     max_gen_toks: ClassVar[int]
     takes_tools: ClassVar[bool] = False
+    takes_pictures: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -119,3 +139,7 @@ class ShippedTask(ABC):
     def explain_loss(self, parts: Sequence[PartOutcome]) -> str:
         """Return a clause for the reason of a FAIL, or "". `parts` are all parts in the verdict."""
         return ""
+
+    def obstacle(self, baseline: ScoreRows, candidate: ScoreRows, alpha: float) -> Obstacle | None:
+        """Return why the interval does not decide, or None if it does."""
+        return None
