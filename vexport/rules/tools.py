@@ -6,7 +6,7 @@ FORM = Rule("tools/form", got="{found}", need="{need}", do="correct the file (--
 SCHEMA = Rule(
     "tools/schema",
     got="{reason}",
-    need="a JSON schema (2020-12)",
+    need="a JSON schema (2020-12, unless `$schema` states another version)",
     do="correct the file (--tools)",
 )
 TWICE = Rule(

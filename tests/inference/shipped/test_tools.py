@@ -87,6 +87,17 @@ def test_bad_files_are_refused_with_their_place(kind: str, tmp_path: Path) -> No
     assert caught.value.where.endswith(place)
 
 
+def test_schemas_may_state_an_older_version(tmp_path: Path) -> None:
+    pair = {"type": "array", "items": [{"type": "integer"}, {"type": "string"}]}
+    schema = {"type": "object", "properties": {"pair": pair}}
+    older = {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
+    assert read_tools(written(tmp_path, [tool(parameters=older)]))
+    with pytest.raises(InputError):
+        read_tools(written(tmp_path, [tool(parameters=schema)]))
+    with pytest.raises(InputError):
+        read_tools(written(tmp_path, [tool(parameters={**schema, "$schema": [7]})]))
+
+
 def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
     file = written(tmp_path, [tool(""), tool("b", {"type": 3}), {}])
     with pytest.raises(InputErrors) as caught:
@@ -140,6 +151,13 @@ GOOD: dict[str, JsonObject] = {
             {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
             {"properties": {"b": {"type": "boolean"}}, "required": ["b"]},
         ]
+    },
+    "older version": {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "properties": {"a": {"$ref": "#/definitions/b"}},
+        "required": ["a"],
+        "definitions": {"b": {"type": "string", "minLength": 3}},
     },
     "no parameters": {"type": "object", "properties": {}},
 }

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vexport.config_files import MOST_BYTES
 from vexport.errors import InputError, raise_all
@@ -15,6 +16,9 @@ from vexport.records import Json
 from vexport.records.patterns import time_limit
 from vexport.rules import file as file_rules
 from vexport.rules import tools as rules
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
 
 _SHIPPED_FILE = Path(__file__).parent / "tools.json"
 # Time limit for comparing arguments with a schema. A schema may have slow regular expressions.
@@ -53,11 +57,10 @@ def schema_problem(arguments: Json, schema: JsonObject) -> str:
 
     References to other files or addresses are never followed.
     """
-    from jsonschema import Draft202012Validator
     from referencing import Registry
     from referencing.exceptions import Unresolvable
 
-    validator = Draft202012Validator(schema, registry=Registry())
+    validator = _validator_class(schema)(schema, registry=Registry())
     try:
         with time_limit(_SECONDS):
             error = next(validator.iter_errors(arguments), None)
@@ -66,6 +69,16 @@ def schema_problem(arguments: Json, schema: JsonObject) -> str:
     except (Unresolvable, RecursionError) as unresolved:
         return f"{type(unresolved).__name__}: {unresolved}"
     return "" if error is None else f"{error.json_path}: {error.message}"
+
+
+def _validator_class(schema: JsonObject) -> "type[Validator]":
+    """Return jsonschema's class for the version that the schema states, by default 2020-12."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import validator_for
+
+    if not isinstance(schema.get("$schema"), str):
+        return Draft202012Validator
+    return validator_for(dict(schema), default=Draft202012Validator)
 
 
 def read_tools(path: Path) -> tuple[JsonObject, ...]:
@@ -120,11 +133,10 @@ def _schema_problems(where: str, schema: Json) -> Iterator[InputError]:
         found = f"a JSON {type(schema).__name__}"
         yield InputError.of(rules.FORM, where, found=found, need="a JSON schema of an object")
         return
-    from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
 
     try:
-        Draft202012Validator.check_schema(schema)
+        _validator_class(schema).check_schema(schema)
     except SchemaError as error:
         place = f"{where}{error.json_path.removeprefix('$')}"
         yield InputError.of(rules.SCHEMA, place, reason=error.message)
