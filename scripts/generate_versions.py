@@ -7,8 +7,7 @@ The types of their engine arguments go to generated/engine_arguments/VERSION.jso
 The wheels of that version and of `PINNED` are downloaded into a cache and read as text. Only
 literals are read: widths, and names of methods. For model classes they are the fused layers, and
 whether the embedding table is quantized. Entries of classes that are the same in `PINNED` are left
-out. Only the choice of a class for linear layers is executed, for each capability (`selection.py`),
-and the predicates of known faults (`vexport/architectures/faults.py`).
+out. Only the choice of a class for linear layers is executed, for each capability (`selection.py`).
 """
 
 import ast
@@ -27,7 +26,6 @@ from selection import selected_classes
 from tables import FOLDER, embedding, write_table
 
 from vexport.architectures import architecture_table
-from vexport.architectures.faults import found_in
 from vexport.formats import FP8, INT4, PACKED
 from vexport.formats.arguments import QuantArgs, SchemeArgs
 from vexport.formats.base import Format
@@ -188,7 +186,6 @@ def facts(wheel: Wheel) -> Entry:
         "compressed_tensors": required[1],
         "schemes": selected_classes(wheel, used_schemes(), minimums(wheel)),
         "asymmetric_widths": asymmetric_widths(wheel),
-        "faults": found_in(wheel.text),
         "methods": methods(wheel),
     }
 

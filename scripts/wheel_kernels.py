@@ -36,7 +36,7 @@ from tests.checks.quant_methods import (  # noqa: E402
     write_gpt_oss,
 )
 from tests.models import save_llama, save_w4a8_in_bytes  # noqa: E402
-from tests.mutations.edits import GROUP, Change, config, spoiled  # noqa: E402
+from tests.mutations.edits import GROUP, Change, all_of, config, drop_if, spoiled  # noqa: E402
 from vexport.formats.schemes import all_schemes  # noqa: E402
 
 DEMO = ROOT / "scenarios" / "demo"
@@ -46,18 +46,38 @@ CALIBRATED = ("FP8", "NVFP4")
 # Methods and schemes whose routed experts are compared as well.
 OF_EXPERTS = ("fp8-block", "modelopt-nvfp4")
 SCHEMES_OF_EXPERTS = (
+    "NVFP4",
     "NVFP4A16",
     "MXFP4",
+    "MXFP4A16",
     "MXFP8",
+    "FP8",
     "FP8_DYNAMIC",
     "FP8_BLOCK",
     "W8A8",
     "W4AFP8",
     "W4A16",
 )
+
+
+def is_input_scale(name: str) -> bool:
+    return name.endswith(".input_scale")
+
+
+# Other group sizes of these schemes. vLLM's own kernels do not support groups of 16.
+GROUPED: Mapping[str, tuple[str, ...]] = {
+    "W4A16": ("CHANNEL", "G16", "G32", "G64", "G256"),
+    "W4A16_ASYM": ("CHANNEL", "G16", "G32", "G64"),
+    "W8A16": ("CHANNEL", "G16", "G32", "G64"),
+}
 # Arguments that vexport does not write: FP8 weights alone, and groups that no kernel supports.
 CHANGED: Mapping[str, tuple[str, Change]] = {
-    "FP8A16": ("FP8_DYNAMIC", config((*GROUP,), input_activations=None)),
+    "FP8_TENSOR.A16": (
+        "FP8",
+        all_of(config((*GROUP,), input_activations=None), drop_if(is_input_scale)),
+    ),
+    "FP8_BLOCK128X128.A16": ("FP8_BLOCK", config((*GROUP,), input_activations=None)),
+    "FP8_CHANNEL.A16": ("FP8_DYNAMIC", config((*GROUP,), input_activations=None)),
     "W4AFP8 in groups of 64": ("W4AFP8", config((*GROUP, "weights"), group_size=64)),
 }
 # Writes a checkpoint to a new folder.
@@ -89,11 +109,14 @@ def makers(sources: Path) -> Mapping[str, Make]:
     def experts_in(scheme: str, out: Path) -> None:
         quantize(scheme, out, wide_experts())
 
-    made: dict[str, Make] = {each.name: partial(quantize, each.name) for each in all_schemes()}
+    names = [each.name for each in all_schemes()]
+    names += [f"{name}_{size}" for name, sizes in GROUPED.items() for size in sizes]
+    made: dict[str, Make] = {name: partial(quantize, name) for name in names}
     for name in SCHEMES_OF_EXPERTS:
         made[f"{name} experts"] = partial(experts_in, name)
     for name, (scheme, change) in CHANGED.items():
         made[name] = partial(changed, scheme, change)
+    made["NVFP4 ungated experts"] = lambda out: quantize("NVFP4", out, family("nemotron-h"))
     made["W4A8 in bytes"] = lambda out: save_w4a8_in_bytes(llama(), out)
 
     def dense(method: str, out: Path) -> object:
@@ -115,8 +138,16 @@ def changed(scheme: str, change: Change, out: Path) -> None:
 
 
 def quantize(scheme: str, out: Path, source: Path = DEMO / "model") -> None:
-    """Quantize a model, by default the demo's, rounded to nearest."""
-    text = ("--calibration", DEMO / "calibration.jsonl", "--samples", 8, "--seq-len", 64)
+    """Quantize a model, by default the demo's, rounded to nearest.
+
+    Other models have no tokenizer, and are calibrated with token ids.
+    """
+    data = DEMO / "calibration.jsonl"
+    if source != DEMO / "model":
+        data = source.with_suffix(".jsonl")
+        row = json.dumps({"input_ids": list(range(4, 68))})
+        data.write_text(f"{row}\n" * 8)
+    text = ("--calibration", data, "--samples", 8, "--seq-len", 64)
     words = ("--scheme", scheme, "--rounding", "nearest", "--no-verify", "--quiet")
     if vexport("quantize", source, out, *words, *(text if scheme in CALIBRATED else ())):
         sys.exit(f"{scheme}: quantize refuses the demo's model")

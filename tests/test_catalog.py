@@ -20,6 +20,7 @@ PACKAGE = Path(__file__).parent.parent / "vexport"
 # Files of a plug-in folder that plug-ins share.
 SHARED = {
     "formats": {
+        "running",
         "arguments",
         "base",
         "config",

@@ -1,24 +1,17 @@
-"""Kernels that are compiled on the host of a server."""
-
-import pytest
+"""What is compiled on the host of a server."""
 
 from vexport.engine.dry.host import compiled_kernels
 
 
-@pytest.mark.parametrize(
-    ("kernel", "libraries"),
-    [
-        ("FlashInferFp8DeepGEMMDynamicBlockScaledKernel", ["FlashInfer", "DeepGEMM"]),
-        ("FLASHINFER_CUTLASS", ["FlashInfer"]),
-        ("DEEP_GEMM", ["DeepGEMM"]),
-        ("BatchedDeepGemmExperts", ["DeepGEMM"]),
-        ("HummingNvFp4LinearKernel", ["Humming"]),
-        ("TritonExperts", ["Triton"]),
-        ("MarlinLinearKernel", []),
-        ("", []),
-    ],
-)
-def test_libraries(kernel: str, libraries: list[str]) -> None:
-    found = list(compiled_kernels([kernel, kernel]))
-    assert [each.library for each in found] == libraries
-    assert all(each.kernels == (kernel,) for each in found)
+def test_libraries_of_all_cells_are_joined() -> None:
+    cells = (
+        {"FlashInferBackend": ("FlashInfer",), "DeepGemmExperts": ("DeepGEMM", "Triton")},
+        {"attention FLASHINFER": ("FlashInfer",)},
+    )
+    found = {each.library: each.kernels for each in compiled_kernels(cells)}
+    assert found == {
+        "FlashInfer": ("FlashInferBackend", "attention FLASHINFER"),
+        "DeepGEMM": ("DeepGemmExperts",),
+        "Triton": ("DeepGemmExperts",),
+    }
+    assert [*compiled_kernels([])] == []

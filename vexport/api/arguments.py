@@ -37,16 +37,22 @@ M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R")
 
 
+# Name or compute capability of a GPU.
+Gpu = str | int | float | tuple[str | int | float, ...] | None
+
+
 class PlanArguments(Planning):
     """Keywords of `vexport.api.plan`.
 
     `rules` are an alternative to `scheme` and `recipe`. `run_dir` is the run directory in which
     `vexport run` measured each scheme's loss for a scenario with `scheme: auto`. Set `has_text` if
-    quantization will have calibration text. Observers from any folder are imported only with
-    `trust_remote_code`.
+    quantization will have calibration text. `gpu` is one GPU: its name or its compute capability.
+    The plan then has the known faults of vLLM on it. Observers from any folder are imported only
+    with `trust_remote_code`.
     """
 
     rules: tuple[Rule, ...] = ()
+    gpu: Gpu = None
     run_dir: Path | None = None
     has_text: bool = False
     trust_remote_code: bool = False
@@ -65,7 +71,7 @@ class SchemesArguments(ScenarioSection):
     ignore: IgnoreSetting = ()
     kv_cache: KvCacheSetting = None
     tp: RanksSetting = (1,)
-    gpu: str | int | float | tuple[str | int | float, ...] | None = None
+    gpu: Gpu = None
     on_progress: SkipJsonSchema[OnProgress] = silent
 
 

@@ -3,8 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from vexport.api.arguments import PlanArguments, SchemesArguments, with_keywords
+from vexport.api.arguments import Gpu, PlanArguments, SchemesArguments, with_keywords
 from vexport.api.common import parsed
+from vexport.architectures import resolve
+from vexport.architectures.linears import names_of
 from vexport.checkpoint.source import with_revision
 from vexport.engine.installed import installed_version
 from vexport.errors import InputError
@@ -12,6 +14,7 @@ from vexport.formats.gpus import find_card, parse_capabilities, parts_of
 from vexport.formats.plan import Plan
 from vexport.names import Server, SourceRef
 from vexport.plan.build import PlanSettings
+from vexport.plan.faults import plan_faults
 from vexport.plan.recommend import table_for_gpu
 from vexport.plan.source import (
     ignored_rules,
@@ -43,14 +46,31 @@ def _plan(source: SourceRef, arguments: PlanArguments) -> Plan:
         arguments.on_note,
         trust_remote_code=arguments.trust_remote_code,
     )
-    _, plan = plan_headers(
+    sm = _capability("plan", arguments.gpu)
+    index, plan = plan_headers(
         with_revision(source, arguments.revision),
         rules,
         replace(settings, has_text=arguments.has_text),
         arguments.on_progress,
         trust_remote_code=arguments.trust_remote_code,
     )
-    return plan
+    if sm is None:
+        return plan
+    names = names_of(index, resolve(index.architecture, index.config)[0])
+    return replace(plan, faults=tuple(plan_faults(plan.groups, names, sm, settings.ranks)))
+
+
+def _capability(function: str, gpu: Gpu) -> int | None:
+    """Return the compute capability of the GPU, or None without a GPU.
+
+    Raises InputError if there are several.
+    """
+    if gpu is None:
+        return None
+    capabilities = parsed(f"{function}: gpu", parse_capabilities, gpu)
+    if len(capabilities) != 1:
+        raise InputError.of(ONE_GPU, f"{function}: gpu", count=len(capabilities))
+    return capabilities[0]
 
 
 def _plan_of_scenario(file: Path, arguments: PlanArguments) -> Plan:
@@ -77,10 +97,7 @@ def _plan_schemes(source: SourceRef, arguments: SchemesArguments) -> SchemeTable
     With `gpu`, the table starts with the schemes that this GPU runs natively, and has
     recommendations.
     """
-    gpu = arguments.gpu
-    capabilities = () if gpu is None else parsed("plan_schemes: gpu", parse_capabilities, gpu)
-    if gpu is not None and len(capabilities) != 1:
-        raise InputError.of(ONE_GPU, "plan_schemes: gpu", count=len(capabilities))
+    gpu, sm = arguments.gpu, _capability("plan_schemes", arguments.gpu)
     settings = PlanSettings(ranks=arguments.tp, kv_cache=arguments.kv_cache)
     table = scheme_table(
         with_revision(source, arguments.revision),
@@ -88,11 +105,12 @@ def _plan_schemes(source: SourceRef, arguments: SchemesArguments) -> SchemeTable
         settings,
         arguments.on_progress,
         arguments.group_size,
+        sm,
     )
-    if gpu is None:
+    if gpu is None or sm is None:
         return table
     card = next(filter(None, map(find_card, parts_of(gpu))), None)
-    return table_for_gpu(table, capabilities[0], card)
+    return table_for_gpu(table, sm, card)
 
 
 plan_schemes = with_keywords(SchemesArguments, _plan_schemes)

@@ -34,8 +34,7 @@ class VersionFacts:
 
     `schemes` maps the class that a linear layer usually gets to the classes that vLLM selects, by
     the first compute capability of each. A class is "" if vLLM refuses the scheme there.
-    `asymmetric_widths` are the bits of packed integers with zero points. `faults` are
-    the results of the predicates of known faults (`faults.py`), by name. `absent` are the model
+    `asymmetric_widths` are the bits of packed integers with zero points. `absent` are the model
     classes that only `PINNED` has, and `added` the classes that only this version has. `classes`
     are the classes of both versions that differ. `agreeing_methods` are the quantization methods
     with the same rules in both versions: the loaders of both versions accept and refuse the same
@@ -46,7 +45,6 @@ class VersionFacts:
     compressed_tensors: str
     schemes: Mapping[str, Mapping[int, str]]
     asymmetric_widths: tuple[int, ...]
-    faults: Mapping[str, bool | None]
     methods: tuple[str, ...]
     absent: frozenset[str]
     added: Mapping[str, ClassFacts]

@@ -15,6 +15,7 @@ from vexport.architectures.config import head_width
 from vexport.architectures.fusion import FusedLayer
 from vexport.architectures.ranks import heads_of
 from vexport.architectures.versions import VersionFacts
+from vexport.checks.faults import rounded_layers
 from vexport.checks.kv_cache import cache_scales
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.precision import layer_kinds, other_precision
@@ -181,17 +182,20 @@ def _capabilities(
                 precision=stored,
                 format=group.format,
             )
-    running = [sm for sm in capabilities if sm not in refusing]
-    kinds = layer_kinds(with_stars(fused.name) for fused in fused_layers)
-    for bits in dict.fromkeys(support.bits(sm) for sm in running):
-        if bits != input_bits(group):
-            alike = [sm for sm in running if support.bits(sm) == bits]
-            yield other_precision(
-                f"{kinds} (sm {_listed(alike)})",
-                stored=precision(group),
-                runs=f"W{group.weights.num_bits}A{bits}",
-                capabilities=alike,
-            )
+    names = dict.fromkeys(with_stars(fused.name) for fused in fused_layers)
+    reported = rounded_layers(view, group)
+    alike: dict[tuple[int, str], list[int]] = {}
+    for sm in capabilities:
+        kinds = layer_kinds(name for name in names if (name, sm) not in reported)
+        if sm not in refusing and kinds and support.bits(sm) != input_bits(group):
+            alike.setdefault((support.bits(sm), kinds), []).append(sm)
+    for (bits, kinds), alike_capabilities in alike.items():
+        yield other_precision(
+            f"{kinds} (sm {_listed(alike_capabilities)})",
+            stored=precision(group),
+            runs=f"W{group.weights.num_bits}A{bits}",
+            capabilities=alike_capabilities,
+        )
 
 
 def refuses_scheme(facts: VersionFacts, group: ConfigGroup, sm: int) -> bool:

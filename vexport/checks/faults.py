@@ -1,32 +1,33 @@
 """Report layers with a known fault of vLLM (`vexport/architectures/faults.py`).
 
-The kernels that vLLM selects are known here only for some schemes and GPUs. `load --dry` knows the
-kernels of all layers.
+The kernels are those that vLLM selected in recorded dry loads (`vexport/formats/running.py`).
+`load --dry` knows the kernels of all layers and sizes.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import product
 
-from vexport.architectures import with_stars
-from vexport.architectures.faults import FAULTS, FaultyLayer, LayerGroup, RunningLayer, faults_of
-from vexport.architectures.fusion import FusedLayer, is_head
-from vexport.architectures.versions import VersionFacts
-from vexport.checks.devices import refuses_scheme
-from vexport.checks.vllm.faulty import fault_finding
+from vexport.architectures.faults import (
+    FAULTS,
+    FaultyLayer,
+    RunningLayer,
+    faults_of,
+    recorded_faults,
+)
+from vexport.architectures.faulty import fault_finding
+from vexport.architectures.fusion import FusedLayer
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.precision import layer_kinds
 from vexport.checks.vllm.view import CheckpointView
-from vexport.formats import FP8, MXFP4, PACKED
 from vexport.formats.arguments import precision
 from vexport.formats.gpus import GENERATIONS
-from vexport.formats.integer import VLLM_GROUPS
+from vexport.formats.running import on_gpu, running_layer
 from vexport.records import Finding
 from vexport.version import short_version
 
 CHECK = "faults"
 DESCRIPTION = "no known fault of the chosen version of vLLM concerns the layers (--vllm, --sm)"
-# Classes of linear layers that run with Humming's kernel on every GPU (_POSSIBLE_WFP8A16_KERNELS in
-# vllm/model_executor/kernels/linear/__init__.py).
-HUMMING_CLASSES = ("CompressedTensorsW8A16Fp8",)
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -37,22 +38,14 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     """
     if view.quantization.method is not None:
         return
+    version, _ = recorded_faults(view.model.target_version)
     found: dict[FaultyLayer, tuple[set[str], set[int]]] = {}
-    for fused in view.model.fused_layers:
-        group = view.lookup.group_of(fused)
-        if group is None or not view.layers.is_quantized(fused):
-            continue
+    for layer, group in _layers(view):
         for sm in view.target.sm or sorted(GENERATIONS):
-            layer = _running(fused, group, view.model.facts, sm)
-            for each in faults_of(view.model.facts.faults, sm, [layer]):
+            for each in _faults(view, layer, group, sm):
                 fault = FAULTS[each.fault]
                 if view.target.sm or (fault.effect == "crash" and not fault.sms):
-                    key = FaultyLayer(
-                        fault=each.fault,
-                        layer=group.name,
-                        kernel=each.kernel,
-                        is_known=each.is_known,
-                    )
+                    key = replace(each, layer=group.name)
                     names, capabilities = found.setdefault(key, (set(), set()))
                     names.add(each.layer)
                     capabilities.add(sm)
@@ -61,44 +54,50 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         yield fault_finding(
             each,
             layer_kinds(names),
-            short_version(view.model.version),
+            short_version(version),
             sm=sorted(capabilities),
             is_certain=bool(view.target.sm) or capabilities >= {*loading},
         )
 
 
-def _running(fused: FusedLayer, group: ConfigGroup, facts: VersionFacts, sm: int) -> RunningLayer:
-    place: LayerGroup = "head" if is_head(fused.name) else "linear"
-    if fused.experts is not None:
-        place = "experts"
-    kernel = "" if refuses_scheme(facts, group, sm) else _kernel(group, facts, sm, place)
-    is_mxfp4 = bool(kernel) and group.storage is MXFP4
-    return RunningLayer(
-        name=with_stars(fused.name),
-        group=place,
-        kernel=kernel,
-        stored=precision(group),
-        runs=f"W4A{group.storage.gpu_support(group).bits(sm)}" if is_mxfp4 else "",
+def rounded_layers(view: CheckpointView, group: ConfigGroup) -> frozenset[tuple[str, int]]:
+    """Return the layers of a group whose inputs a known fault rounds, with the target's GPU."""
+    layers = [layer for layer, other in _layers(view) if other.name == group.name]
+    return frozenset(
+        (layer.name, sm)
+        for sm, layer in product(view.target.sm, layers)
+        for each in _faults(view, layer, group, sm)
+        if each.is_known and FAULTS[each.fault].effect == "fewer-bits"
     )
 
 
-def _kernel(group: ConfigGroup, facts: VersionFacts, sm: int, place: LayerGroup) -> str:
-    """Return the kernel that vLLM selects, or "" if it is not known here."""
-    selected = facts.selected_class(group.storage.vllm_scheme(group), sm)
-    is_block = group.storage is FP8 and group.weights.strategy == "block"
-    if place == "experts":
-        if group.storage is MXFP4 and sm in (100, 101, 103):
-            return "CutlassExpertsMxfp4"
-        is_fp8 = selected == "CompressedTensorsW8A8Fp8" and not is_block
-        return "TritonExperts" if is_fp8 and sm in (120, 121) else ""
-    if group.storage is PACKED:
-        sizes = VLLM_GROUPS.get(group.weights.num_bits, ())
-        return "" if group.weights.group_size in sizes else "HummingLinearKernel"
-    if group.storage is MXFP4:
-        return "FlashInferMxFp4LinearKernel" if sm >= 100 else ""
-    if is_block and sm == 121:
-        return "DeepGemmFp8BlockScaledMMKernel"
-    return "HummingFP8ScaledMMLinearKernel" if selected in HUMMING_CLASSES else ""
+def _layers(view: CheckpointView) -> Iterator[tuple[RunningLayer, ConfigGroup]]:
+    """Yield the quantized layers as each number of ranks runs them, each kind once."""
+    seen = set[tuple[RunningLayer, str]]()
+    for fused in view.model.fused_layers:
+        group = view.lookup.group_of(fused)
+        if group is None or not view.layers.is_quantized(fused):
+            continue
+        for ranks in view.target.tp or (1,):
+            layer = _layer(view, fused, group, ranks)
+            if (layer, group.name) not in seen:
+                seen.add((layer, group.name))
+                yield layer, group
+
+
+def _layer(view: CheckpointView, fused: FusedLayer, group: ConfigGroup, ranks: int) -> RunningLayer:
+    members = None
+    if fused.experts is None:  # the sizes of experts do not matter, and there are many
+        members = view.layers.members_with_sizes(fused, group)
+    return running_layer(fused, members, view.model.names, ranks=ranks, stored=precision(group))
+
+
+def _faults(
+    view: CheckpointView, layer: RunningLayer, group: ConfigGroup, sm: int
+) -> Iterable[FaultyLayer]:
+    _, values = recorded_faults(view.model.target_version)
+    running = on_gpu(layer, view.model.version, group, sm)
+    return faults_of(values, sm, [running] if running is not None else [])
 
 
 def _loading(view: CheckpointView, group_name: str) -> Iterable[int]:

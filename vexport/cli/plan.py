@@ -217,6 +217,7 @@ def _plan_rules(
         plan = api_plan(
             source,
             **given_settings("plan"),
+            gpu=_gpu_name(gpu),
             has_text=text is not None,
             trust_remote_code=trust_remote_code,
             on_note=note,

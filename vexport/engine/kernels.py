@@ -1,7 +1,12 @@
-"""Find the kernel that vLLM chose for a layer, and the number of bits of the kernel's inputs."""
+"""Find the kernel that vLLM chose for a layer, its inputs, and the libraries that compile it."""
 
+import ast
+import inspect
 import re
+import sys
+from collections.abc import Iterator
 from enum import Enum
+from functools import cache
 
 import torch
 
@@ -16,20 +21,29 @@ _WEIGHT_ONLY_KERNEL = re.compile(r"Marlin|Humming|Emulation|A16", re.IGNORECASE)
 # quantization/utils/humming/schema.py). An H100 with vLLM 0.32 did so.
 _HUMMING_MXFP4, _HUMMING_MXFP4_BITS = "HummingMxFp4LinearKernel", 8
 _ACTIVATION_BITS = re.compile(r"W[\dN]+A(\d+)")
+# Words in the paths of modules that compile kernels on the host.
+_LIBRARIES = {
+    "flashinfer": "FlashInfer",
+    "deepgemm": "DeepGEMM",
+    "humming": "Humming",
+    "triton": "Triton",
+}
+# Functions of vLLM that only ask for a library.
+_ASKS = re.compile(r"\.(is|has)_\w+$")
 
 
 def kernel_of(scheme: object) -> tuple[object, str]:
     """Return the kernel of a scheme, and the kernel's name.
 
-    A MoE method has no kernel. For such a method, return None and the name of its class of experts
-    or of its backend.
+    A MoE method has no kernel. For such a method, return its class of experts, or None and the name
+    of its backend.
     """
     for value in vars(scheme).values():
         if type(value).__module__.startswith(_KERNELS):
             return value, type(value).__name__
     experts = vars(scheme).get("experts_cls")
     if isinstance(experts, type):
-        return None, experts.__name__
+        return experts, experts.__name__
     backends = (value for name, value in vars(scheme).items() if "backend" in name)
     return None, next((value.name for value in backends if isinstance(value, Enum)), "")
 
@@ -52,3 +66,36 @@ def activation_bits(scheme: object, kernel: object, name: str) -> int | None:
     # differs (MXFP4A16).
     named = _ACTIVATION_BITS.search(type(scheme).__name__)
     return int(named[1]) if named else None
+
+
+@cache
+def compiling_libraries(of: type | None, name: str) -> tuple[str, ...]:
+    """Return the libraries that compile the kernels of a class of vLLM on the host.
+
+    These are the libraries that the code of the class and of its bases calls. Without a class, the
+    name of a backend (FLASHINFER_CUTLASS) tells the library.
+    """
+    paths = [name]
+    for each in () if of is None else of.__mro__:
+        if each.__module__.startswith("vllm."):
+            paths += [each.__module__, each.__name__, *_called_modules(each)]
+    text = " ".join(paths).replace("_", "").casefold()
+    return tuple(library for word, library in _LIBRARIES.items() if word in text)
+
+
+def _called_modules(of: type) -> Iterator[str]:
+    """Yield the modules of the names that the code of a class uses."""
+    tree = ast.parse(inspect.getsource(sys.modules[of.__module__]))
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    body = next((node for node in found if node.name == of.__name__), None)
+    if body is None:
+        return
+    used = {node.id for node in ast.walk(body) if isinstance(node, ast.Name)}
+    for node in (*tree.body, *ast.walk(body)):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            module = (getattr(node, "module", None) or "") + "."
+            for alias in node.names:
+                if (alias.asname or alias.name).partition(".")[0] in used:
+                    path = f"{module}{alias.name}".lstrip(".")
+                    if not _ASKS.search(path):
+                        yield path

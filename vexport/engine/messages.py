@@ -278,7 +278,10 @@ class CellResult:
     stopped at a step that it cannot imitate. `built` is False if vLLM raised before the model was
     built. `in_class` is True if the code of the model class raised. `control` is the result of an
     unquantized model in the same cell, if it was tried. `known_faults` are the layers with a known
-    fault of vLLM. `log` has vLLM's messages while it built the model.
+    fault of vLLM. `log` has vLLM's messages while it built the model. `compiled` maps the names of
+    kernels, attention backends and the sampler to the libraries that compile them on the host.
+    `asks_toolkit` is False if vLLM did not ask whether the host has a CUDA toolkit: the result is
+    then the same without it.
     """
 
     cell: Cell
@@ -293,6 +296,8 @@ class CellResult:
     log: tuple[str, ...] = ()
     control: "Control | None" = None
     known_faults: tuple[FaultyLayer, ...] = ()
+    compiled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    asks_toolkit: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

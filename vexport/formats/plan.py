@@ -131,7 +131,8 @@ class Plan:
     reasons why the plan cannot be carried out. `notes` are warnings about assumptions and
     unquantized layers. `attention` lists the layers that get scales for the KV cache, and is
     empty if `kv_cache` is None. `smoothing` is the strength of smoothing before quantization, or 0
-    for none.
+    for none. `faults` are the known faults of vLLM in these layers on the GPU of the plan, if it is
+    for a GPU. The JSON does not contain them.
     """
 
     schema: Literal["vexport.plan/1"] = "vexport.plan/1"
@@ -149,6 +150,7 @@ class Plan:
     kv_cache: KvCache | None = None
     attention: tuple[AttentionLayer, ...] = ()
     smoothing: float = 0.0
+    faults: tuple[Finding, ...] = field(default=(), metadata={"exclude": True})
 
     @property
     def used_schemes(self) -> tuple[Scheme, ...]:

@@ -29,6 +29,7 @@ from vexport.formats.schemes import (
 from vexport.names import Folder, SourceRef
 from vexport.plan.blocks import quantized_bytes
 from vexport.plan.build import PlanSettings, build_plan, fitting_sizes, hidden_rule_notes
+from vexport.plan.faults import plan_faults
 from vexport.plan.shapes import kind_of_group, unsupported
 from vexport.records import (
     GroupSize,
@@ -404,12 +405,13 @@ def scheme_table(
     settings: PlanSettings,
     on_progress: OnProgress,
     group_size: GroupSize | None = None,
+    sm: int | None = None,
 ) -> SchemeTable:
     """Return the table of all schemes, or of all schemes with the given group size.
 
     Each scheme is planned for all linear layers, except layers that the rules in `kept` keep. If
     the group size of a scheme does not fit the model, the table also has the same scheme with the
-    largest group size that fits.
+    largest group size that fits. With `sm`, it has the known faults of vLLM on such a GPU.
 
     Raises InputError if the source cannot be quantized (see `build_plan`).
     """
@@ -425,10 +427,10 @@ def scheme_table(
     kinds = _kinds(index, plan)
     outlooks: list[SchemeOutlook] = []
     for scheme in schemes:
-        outlooks.append(_outlook(scheme, index, names, plan, kinds, settings))
+        outlooks.append(_outlook(scheme, index, names, plan, kinds, settings, sm))
         if sizes := outlooks[-1].group_sizes:
             largest = with_group_size(scheme, sizes[0])
-            outlooks.append(_outlook(largest, index, names, plan, kinds, settings))
+            outlooks.append(_outlook(largest, index, names, plan, kinds, settings, sm))
     return SchemeTable(
         source=name,
         architecture=plan.architecture,
@@ -470,6 +472,7 @@ def _outlook(
     plan: Plan,
     kinds: Sequence[_Kind],
     settings: PlanSettings,
+    sm: int | None,
 ) -> SchemeOutlook:
     scheme = get_scheme(name)
     support = scheme.format.gpu_support(scheme.args)
@@ -504,4 +507,5 @@ def _outlook(
         full_sm=support.full_from,
         generation=generation(support.loads_from),
         group_sizes=sizes,
+        faults=tuple(plan_faults(groups, names, sm, settings.ranks)) if sm else (),
     )

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from vexport.records.findings import Finding
+
 # safetensors' names of the dtypes of unquantized weights.
 FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
 
@@ -117,7 +119,8 @@ class SchemeOutlook:
     - `least_sm` is the lowest compute capability on which vLLM loads the scheme.
     - `full_sm` is the lowest compute capability on which inputs are multiplied with as many bits as
       stored. It is None if no capability does.
-    - `on_gpu` is how a GPU runs the scheme, if the plan is for a GPU.
+    - `on_gpu` is how a GPU runs the scheme, if the plan is for a GPU, and `faults` are the known
+      faults of vLLM in its layers on this GPU.
     """
 
     scheme: str
@@ -132,6 +135,7 @@ class SchemeOutlook:
     generation: str
     group_sizes: tuple[int, ...] = ()
     on_gpu: SchemeOnGpu | None = None
+    faults: tuple[Finding, ...] = ()
 
     @property
     def runs_on_gpu(self) -> bool:

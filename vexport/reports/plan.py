@@ -60,6 +60,7 @@ def render_plan(
         *_labelled("in 16 bit", _kept_lines(plan)),
         ("KV cache", f"{plan.kv_cache} in {attention}") if plan.kv_cache else None,
         ("runs", _runs_on(plan, sm)) if sm is not None else None,
+        *(("fault", str(fault)) for fault in plan.faults),
         ("size", f"{size(plan.source_bytes)} -> {size(plan.output_bytes)} ({share}); {bits}"),
         ("calibration", _calibration_line(plan, calibration)),
         ("time", duration) if duration else None,
@@ -177,6 +178,8 @@ def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> It
         for cells, scheme in zip(rows, shown, strict=True):
             cells.append(_memory_share(scheme, gpu.usable_bytes))
     yield table(columns, rows)
+    if faults := [("fault", str(fault)) for scheme in shown for fault in scheme.faults]:
+        yield facts(*faults)
     hidden = len(schemes.schemes) - len(shown)
     hides = (
         ("not shown", f"{plural(hidden, 'scheme')} that this GPU or model cannot use: add --all")

@@ -14,10 +14,18 @@ CRASH = Rule(
     do=_DO,
     loader_faults=(),
 )
-# The numbers differ from the stored scheme by the rounding of the inputs: an evaluation on such a
-# GPU shows the loss.
 WRONG_NUMBERS = Rule(
     "faults/wrong-numbers",
+    claim="values",
+    got="{kernel} of vLLM {version} on {gpus:and}: {what}",
+    need=_NEED,
+    do=_DO,
+    loader_faults=(),
+)
+# The numbers differ from the stored scheme by the rounding of the inputs: an evaluation on such a
+# GPU shows the loss.
+FEWER_BITS = Rule(
+    "faults/fewer-bits",
     "warning",
     "precision",
     got="{kernel} of vLLM {version} on {gpus:and}: {what}",

@@ -23,11 +23,18 @@ from vexport.engine.dry.audit import Audit, HeaderFile
 from vexport.engine.dry.fake_platform import (
     NeedsDevice,
     PlaceholderValues,
+    asked_for_toolkit,
     join_group,
     set_capability,
     set_toolkit,
 )
-from vexport.engine.dry.layers import faulty_layers, layer_kinds, raising_layer, rank_memory
+from vexport.engine.dry.layers import (
+    compiled_parts,
+    faulty_layers,
+    layer_kinds,
+    raising_layer,
+    rank_memory,
+)
 from vexport.engine.messages import (
     REASONS,
     WITHOUT_WEIGHTS,
@@ -76,6 +83,10 @@ _SHARED = re.compile(r"(?:^|\.)(?P<shared>embed_tokens|lm_head|shared_head\.head
 
 def try_cell(attempt: DryTry) -> CellResult:
     """Build and load a checkpoint as a rank of a cell. `fake_cuda` must be called before."""
+    return replace(_try_cell(attempt), asks_toolkit=asked_for_toolkit())
+
+
+def _try_cell(attempt: DryTry) -> CellResult:
     audit = Audit(attempt.cell.tp)
     try:
         return _load(attempt, audit)
@@ -180,6 +191,7 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
         if attempt.control in WITHOUT_WEIGHTS:
             return CellResult(cell=cell, outcome="loaded")
         memory = rank_memory([*models.values()], config, cell.tp)
+        compiled = compiled_parts(models.values(), config, cell.sm)
         shared_file = attempt.shared_result_file(_signature(models))
         with shared_file.with_suffix(".lock").open("w") as lock:
             # The first try loads the weights. Tries with the same signature wait for its result.
@@ -192,21 +204,11 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
                     faults = _with_drafter(faults, drafter, config, audit)
                 loaded = CellResult(cell=cell, outcome="loaded", faults=faults)
                 write_text(shared_file, to_json(loaded))
-    result = replace(
-        from_json(CellResult, shared_file),
-        cell=cell,
-        layers=layers,
-        memory=memory,
-        known_faults=known_faults,
-        log=messages,
-    )
-    for prefix, model in models.items():
-        if (raising := raising_layer(model, cell.sm)) is not None:
-            where, reason = raising
-            return replace(
-                result, outcome="refused", where=prefix + where, reason=reason, layers=()
-            )
-    return result
+    result = replace(from_json(CellResult, shared_file), cell=cell, memory=memory, log=messages)
+    if (raising := raising_layer(known_faults, cell.sm)) is not None:
+        where, reason = raising
+        return replace(result, outcome="refused", where=where, reason=reason)
+    return replace(result, layers=layers, known_faults=known_faults, compiled=compiled)
 
 
 class _Log(logging.Handler):

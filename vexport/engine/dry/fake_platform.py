@@ -86,6 +86,9 @@ def fake_cuda() -> None:
     vars(flashinfer).update(
         {name: _has_toolkit for name in _FLASHINFER if hasattr(flashinfer, name)}
     )
+    # vLLM asks NVIDIA's server whether kernels of TRTLLM's attention can be downloaded.
+    if hasattr(flashinfer, "has_nvidia_artifactory"):
+        flashinfer.has_nvidia_artifactory = _yes
     # vLLM records how to reload weights, which takes as long as building the model. A dry load does
     # not need this.
     if hasattr(utils, "record_metadata_for_reloading"):
@@ -126,7 +129,12 @@ def set_capability(sm: int) -> None:
 
 def set_toolkit(present: bool) -> None:
     """Set whether the host has a CUDA toolkit (nvcc), before the first configuration."""
-    _host.toolkit = present
+    _host.toolkit, _host.asked = present, False
+
+
+def asked_for_toolkit() -> bool:
+    """Return True if vLLM has asked whether the host has a CUDA toolkit since `set_toolkit`."""
+    return bool(_host.asked)
 
 
 def join_group(tp: int, rank: int) -> None:
@@ -191,10 +199,11 @@ class NeedsDevice(RuntimeError):
 
 
 # Other modules of vLLM import `has_flashinfer` by value, so the answer is stored here.
-_host = SimpleNamespace(toolkit=True)
+_host = SimpleNamespace(toolkit=True, asked=False)
 
 
 def _has_toolkit() -> bool:
+    _host.asked = True
     return bool(_host.toolkit)
 
 

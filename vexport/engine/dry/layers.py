@@ -3,7 +3,8 @@
 import re
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,11 +20,13 @@ from vexport.architectures.faults import (
     faults_of,
     found_in,
     installed_source,
+    recorded_faults,
 )
 from vexport.architectures.fusion import is_head
-from vexport.engine.kernels import activation_bits, kernel_of
+from vexport.engine.kernels import activation_bits, compiling_libraries, kernel_of
 from vexport.engine.messages import LayerKind
 from vexport.records import RankMemory, SequenceMemory
+from vexport.version import parse_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,13 +34,9 @@ if TYPE_CHECKING:
 # Sequence lengths in tokens to report memory for, in addition to the model's longest length.
 _LENGTHS = (1_024, 8_192, 32_768)
 _SCHEME = re.compile(r"^CompressedTensors|(MoE|Linear)?Method$")
-# Kernels that vLLM chooses on some GPUs although they raise at the first batch. Maps each kernel to
-# the lowest capability with the error, and to the kernel's message.
+# Known faults that count as a refusal by vLLM, with the kernel's message at the first batch.
 # csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp.
-_RAISING_KERNELS = {"CutlassInt8ScaledMMLinearKernel": (100, "Int8 not supported on SM{}")}
-# If a side of the weight is not a multiple of this, the layer runs in Triton instead
-# (`cutlass_scaled_mm` in vllm/_custom_ops.py).
-_CUTLASS_ALIGNMENT = 16
+_REFUSALS = {"cutlass-int8-blackwell": "Int8 not supported on SM{}"}
 
 
 def layer_kinds(model: torch.nn.Module) -> tuple[LayerKind, ...]:
@@ -49,19 +48,15 @@ def layer_kinds(model: torch.nn.Module) -> tuple[LayerKind, ...]:
     return tuple(replace(kind, count=count) for kind, count in kinds.items())
 
 
-def raising_layer(model: torch.nn.Module, sm: int) -> tuple[str, str] | None:
-    """Return the first layer whose kernel raises on this capability, and the kernel's message.
+def raising_layer(faults: Iterable[FaultyLayer], sm: int) -> tuple[str, str] | None:
+    """Return the first layer with a fault that counts as a refusal, and the kernel's message.
 
-    Return None if no kernel raises.
+    Return None if there is no such fault.
     """
-    for name, layer in model.named_modules():
-        scheme = getattr(layer, "scheme", None)
-        _, kernel = kernel_of(scheme) if scheme is not None else (None, "")
-        least, words = _RAISING_KERNELS.get(kernel, (sm + 1, ""))
-        if sm >= least and not any(
-            side % _CUTLASS_ALIGNMENT for side in layer.get_parameter("weight").shape
-        ):
-            return with_stars(name), f"{kernel} fails when it runs: {words.format(sm)}"
+    for each in faults:
+        if each.fault in _REFUSALS:
+            words = _REFUSALS[each.fault].format(sm)
+            return each.layer, f"{each.kernel} fails when it runs: {words}"
     return None
 
 
@@ -75,17 +70,71 @@ def faulty_layers(model: torch.nn.Module, sm: int) -> tuple[FaultyLayer, ...]:
             stored=kind.stored,
             runs=kind.runs,
             sides=_sides(layer),
+            gated=getattr(getattr(layer, "moe_config", None), "is_act_and_mul", True),
         )
         for layer, kind in _layers(model)
     )
     return tuple(dict.fromkeys(faults_of(_found_faults(), sm, layers)))
 
 
+def compiled_parts(
+    models: Iterable[torch.nn.Module], config: "VllmConfig", sm: int
+) -> dict[str, tuple[str, ...]]:
+    """Return the libraries that compile each kernel, attention backend and the sampler on the host.
+
+    A part without such a library is left out. vLLM's functions for attention and the sampler differ
+    between versions: if they raise, these parts are left out too.
+    """
+    parts: dict[str, type | None] = {}
+    for layer, _ in (each for model in models for each in _layers(model)):
+        scheme = getattr(layer, "scheme", None) or getattr(layer, "quant_method", None)
+        kernel, name = kernel_of(scheme)
+        parts[name] = kernel if isinstance(kernel, type) or kernel is None else type(kernel)
+    with suppress(Exception):
+        parts |= _attention_backends(config)
+    with suppress(Exception):
+        parts |= _sampler(sm)
+    found = {name: compiling_libraries(part, name) for name, part in parts.items() if name}
+    return {name: libraries for name, libraries in found.items() if libraries}
+
+
+def _attention_backends(config: "VllmConfig") -> dict[str, type | None]:
+    from vllm.v1.worker.worker_base import get_current_attn_backends
+
+    return {f"attention {each.get_name()}": each for each in get_current_attn_backends(config)}
+
+
+def _sampler(sm: int) -> dict[str, type | None]:
+    """Return FlashInfer's attention backend if vLLM samples with FlashInfer.
+
+    vLLM asks it for the GPUs that FlashInfer supports (flashinfer_sampler_supported in
+    vllm/v1/sample/ops/topk_topp_sampler.py).
+    """
+    from vllm import envs
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backends.flashinfer import FlashInferBackend
+
+    capability = DeviceCapability(sm // 10, sm % 10)
+    supported = FlashInferBackend.supports_compute_capability(capability)
+    if not (envs.VLLM_USE_FLASHINFER_SAMPLER and supported):
+        return {}
+    return {"sampler (top-k, top-p)": FlashInferBackend}
+
+
 @cache
 def _found_faults() -> dict[str, bool | None]:
+    """Return the results of the predicates for this vLLM, or the recorded result if it has none.
+
+    vLLM's CPU build, for example, has no files of DeepGEMM.
+    """
     import vllm
 
-    return found_in(installed_source(Path(vllm.__file__).parent.parent))
+    found = found_in(installed_source(Path(vllm.__file__).parent.parent))
+    version = parse_version(vllm.__version__)
+    recorded_version, recorded = recorded_faults(version)
+    if recorded_version != version:
+        return found
+    return {name: recorded.get(name) if found[name] is None else found[name] for name in found}
 
 
 def _group_of(name: str, layer: torch.nn.Module) -> LayerGroup:

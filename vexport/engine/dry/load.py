@@ -9,11 +9,11 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from vexport.architectures.faults import FaultyLayer
+from vexport.architectures.faults import FAULTS, FaultyLayer
+from vexport.architectures.faulty import fault_finding
 from vexport.checkpoint.index import require_checkpoint, require_weights_found
 from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.checks import header_findings
-from vexport.checks.vllm.faulty import fault_finding
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.precision import layer_kinds, other_precision
 from vexport.checks.vllm.stored_schemes import config_groups_of
@@ -121,7 +121,6 @@ def judge(
     needed = _needed_cells(results, require)
     rows = tuple(_rows(results))
     changed = tuple(_changed_rows(rows, without_toolkit))
-    kernels = (cell.kernel for row in (*rows, *changed) for cell in row.cells)
     findings = (
         *_not_loaded(results, needed),
         *_faults(results),
@@ -137,7 +136,7 @@ def judge(
         cells=tuple(_cell(result, needed=result.cell in needed) for result in results),
         rows=rows,
         without_toolkit=changed,
-        compiled=tuple(compiled_kernels(kernels)),
+        compiled=tuple(compiled_kernels(each.compiled for each in (*results, *without_toolkit))),
         memory=tuple(memory[tp] for tp in sorted(memory)),
         not_judged=left_out,
         log=next((each.log for each in results if each.log), ()),
@@ -325,7 +324,7 @@ def _known_faults(results: Sequence[CellResult], require: Require, vllm: str) ->
     """Yield a finding for each known fault of vLLM and kernel, with the cells that have the fault.
 
     With `require` "any", a fault is only a warning if the same number of ranks runs in a cell
-    without known faults.
+    without a fault that breaks it.
     """
     alike = defaultdict[FaultyLayer, list[tuple[str, Cell]]](list)
     for result in results:
@@ -334,7 +333,8 @@ def _known_faults(results: Sequence[CellResult], require: Require, vllm: str) ->
     running = {
         result.cell.tp
         for result in results
-        if result.outcome == "loaded" and not result.known_faults
+        if result.outcome == "loaded"
+        and not any(FAULTS[each.fault].breaks for each in result.known_faults)
     }
     for fault, places in alike.items():
         cells = list(dict.fromkeys(cell for _, cell in places))
@@ -352,8 +352,13 @@ def _known_faults(results: Sequence[CellResult], require: Require, vllm: str) ->
 def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
     kernels = defaultdict[tuple[str, str, str], list[tuple[str, Cell]]](list)
     for result in results:
+        rounded = {
+            each.layer
+            for each in result.known_faults
+            if each.is_known and FAULTS[each.fault].effect == "fewer-bits"
+        }
         for kind in result.layers:
-            if kind.runs != kind.stored:
+            if kind.runs != kind.stored and kind.name not in rounded:
                 kernels[kind.stored, kind.runs, kind.kernel or kind.scheme].append(
                     (kind.name, result.cell)
                 )

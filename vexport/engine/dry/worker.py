@@ -93,7 +93,13 @@ def _results_of(request: DryRequest) -> DryResult:
             _skip_tries(tries[number], reason)
     limit_memory(MEMORY_BYTES)
     gc.freeze()
-    _run(all_tries, report)
+    first = [attempt for attempt in all_tries if attempt.cell.toolkit]
+    _run(first, lambda stage, done, _: report(stage, done, len(all_tries)))
+    for attempt in all_tries:
+        _copy_if_same(attempt)
+    rest = [attempt for attempt in all_tries if not attempt.cell.toolkit]
+    done_before = len(first)
+    _run(rest, lambda stage, done, _: report(stage, done_before + done, len(all_tries)))
     results = [[_merge_attempts(ranks) for ranks in cells] for cells in tries]
     if request.controlled:
         results = _with_controls(request, results)
@@ -108,6 +114,15 @@ def _ranks(attempt: DryTry) -> list[DryTry]:
     Tensors that are too small fail at the last rank.
     """
     return [replace(attempt, rank=rank) for rank in dict.fromkeys((0, attempt.cell.tp - 1))]
+
+
+def _copy_if_same(attempt: DryTry) -> None:
+    """Copy the result with a CUDA toolkit to the try without it, if vLLM did not ask for it."""
+    like = replace(attempt, cell=replace(attempt.cell, toolkit=True))
+    if like.file.is_file() and not attempt.file.is_file():
+        result = from_json(CellResult, like.file)
+        if not result.asks_toolkit:
+            write_text(attempt.file, to_json(replace(result, cell=attempt.cell)))
 
 
 def _merge_attempts(ranks: Sequence[DryTry]) -> CellResult:

@@ -1,6 +1,7 @@
 """Report layers with a known fault of vLLM.
 
-The static check knows the kernels of some layers, and a dry load of all. Both use this module.
+The static check and a plan take the kernels from a record, and a dry load from vLLM. All of them
+use this module.
 """
 
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from vexport.rules.book import Rule
 _RULES: dict[Effect, Rule] = {
     "crash": rules.CRASH,
     "wrong-numbers": rules.WRONG_NUMBERS,
+    "fewer-bits": rules.FEWER_BITS,
     "slow": rules.SLOW,
 }
 
@@ -42,7 +44,7 @@ def fault_finding(
         version=version,
         gpus=[f"SM {each}" for each in capabilities],
         what=fault.what,
-        repaired=f"repaired in {fault.repaired}" if fault.repaired else "no version repairs it",
+        repaired=f"vLLM {fault.repaired} repairs it" if fault.repaired else "not repaired",
         remedy=f"serve it with vLLM {fault.repaired}, or {fault.remedy}"
         if fault.repaired
         else fault.remedy,
