@@ -277,7 +277,7 @@ def test_engine_arguments_without_engine() -> None:
     """A dry load starts no engine, so that prompts to continue are refused."""
     ran = vexport("load", DEMO, "--dry", "--canaries")
     assert ran.code == 2
-    assert "and --dry starts none" in ran.stderr
+    assert "remove --dry, which starts no engine" in ran.stderr
     mode = vexport("load", DEMO, "--engine-arg", "enforce_eager=true")
     assert mode.code == 2
     assert "use --mode" in mode.stderr
