@@ -280,7 +280,7 @@ def test_engine_arguments_without_engine() -> None:
     assert "remove --dry, which starts no engine" in ran.stderr
     mode = vexport("load", DEMO, "--engine-arg", "enforce_eager=true")
     assert mode.code == 2
-    assert "use --mode" in mode.stderr
+    assert "need --mode in its place" in mode.stderr
 
 
 @pytest.mark.parametrize(
