@@ -23,6 +23,7 @@ from tests.serving.logs import (
     in_json,
     plain,
 )
+from tests.texts import assert_contains
 
 pytestmark = pytest.mark.vllm
 
@@ -261,10 +262,31 @@ def test_missing_and_unknown_selections(
     assert ran.stdout.startswith("INCONCLUSIVE")
 
 
-def test_selections_while_loading_are_ignored(good: Good, tmp_path: Path) -> None:
+def test_selections_while_loading_are_not_verified(good: Good, tmp_path: Path) -> None:
     late = [("modular_kernel.py:77", "Using TritonExperts MoE backend")]
     served = Served(selected=CUTLASS, while_loading=late)
-    assert _compare(good("FP8_DYNAMIC"), served.text(), tmp_path, "--sm", "90").code == 0
+    ran = _compare(good("FP8_DYNAMIC"), served.text(), tmp_path, "--sm", "90", "--format", "json")
+    assert ran.code == 0
+    spots = _report(ran)["blind_spots"]
+    assert any("MoE backend TritonExperts in line 11" in spot for spot in spots)  # type: ignore[attr-defined]
+    assert not any("does not log" in spot for spot in spots)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"linear_backend": "marlin"}])
+def test_kernels_that_vllm_does_not_log(
+    arguments: Mapping[str, str], good: Good, tmp_path: Path
+) -> None:
+    served = Served(selected=[FLASH_ATTN], arguments=arguments)
+    ran = _compare(good("FP8_DYNAMIC"), served.text(), tmp_path, "--gpu", "A100")
+    assert ran.code == 0
+    chosen = ", and the log has linear_backend=marlin" if arguments else ""
+    layers = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    assert_contains(
+        ran.stdout,
+        f"not compared: kernels of {', '.join(f'model.layers.*.{each}' for each in layers)} (this "
+        f"vLLM does not log them; the dry load has HummingFP8ScaledMMLinearKernel{chosen})",
+        "environment variables of the server",
+    )
 
 
 def test_remarks(good: Good, tmp_path: Path) -> None:

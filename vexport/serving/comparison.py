@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from vexport.errors import Inconclusive, InputError
-from vexport.records import Finding, NotJudged
+from vexport.records import Finding, MatrixRow, NotJudged
 from vexport.records.served import ComparedStatus, ComparedValue
 from vexport.records.serving import (
     Remark,
@@ -124,6 +124,40 @@ def selection_values(log: StartupLog, dry_load: StartupLog) -> list[ComparedValu
             values += [_selection(key, [], chosen) for key, chosen in missing.items()]
             values += [_selection(key, chosen, []) for key, chosen in others.items()]
     return values
+
+
+def unlogged_kernels(
+    dry_load: StartupLog, rows: Iterable[MatrixRow], forcing: str
+) -> Iterator[str]:
+    """Yield the kernels of a dry load that vLLM does not log, in words.
+
+    `rows` are the layers of a dry load for one GPU. vLLM logs a linear kernel by its class, and of
+    experts only the backend. `forcing` are the arguments of the server that choose kernels.
+    """
+    logged = {each.choice for each in dry_load.selections}
+    has_experts = any(each.kind == "experts" for each in dry_load.selections)
+    layers: dict[str, list[str]] = {}
+    for row in rows:
+        for kernel in {cell.kernel for cell in row.cells if cell.kernel}:
+            if kernel not in logged and (kernel.endswith("Kernel") or not has_experts):
+                layers.setdefault(kernel, []).append(row.name)
+    for kernel, names in layers.items():
+        chosen = f", and the log has {forcing}" if forcing else ""
+        yield (
+            f"not compared: kernels of {', '.join(names)} (this vLLM does not log them; "
+            f"the dry load has {kernel}{chosen})"
+        )
+
+
+def late_selections(log: StartupLog, dry_load: StartupLog) -> Iterator[str]:
+    """Yield the selections that only the server makes, while it loads weights, in words."""
+    known = _choices(dry_load.selections)
+    for key, chosen in _choices(log.selections).items():
+        if chosen[0].while_loading and key not in known:
+            yield (
+                f"not compared: {key[1]} {_names(chosen)} in line {chosen[0].line} (vLLM selects "
+                "it while it loads weights, and a dry load does not)"
+            )
 
 
 def differing(values: Iterable[ComparedValue]) -> set[str]:

@@ -34,6 +34,7 @@ from vexport.serving.comparison import (
     difference_findings,
     differing,
     gaps,
+    late_selections,
     model_values,
     remark_findings,
     require_beginning,
@@ -41,6 +42,7 @@ from vexport.serving.comparison import (
     selection_values,
     size_value,
     start_values,
+    unlogged_kernels,
     with_reason,
 )
 from vexport.serving.startup_log import read_startup_log
@@ -56,7 +58,9 @@ _SEVERAL_GPUS = "the kernels: --gpu or --sm must name one compute capability"
 _NO_CUDA = "the kernels: the server runs on {device}, and a dry load selects kernels for CUDA"
 _RUNNING = "the kernels and the quantization method: a running server does not state them"
 _NO_MEMORY = "the size of the KV cache: vLLM {version} does not compute it in a dry load"
+_NO_CACHE = "sequences in the KV cache: they do not follow from what the server states"
 _NOT_TAKEN = "arguments of the server that the dry load does not take: {names}"
+_ENVIRONMENT = "environment variables of the server, because it does not state them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,19 +102,23 @@ class ServerTest:
         own = _statements(report)
         identity = [*model_values(log, own), size_value(log, self._num_bytes)]
         require_same_model(log, identity)
-        values = [*identity, *start_values(log, own), *_cache_values(log, own, report)]
+        cache = [*_cache_values(log, own, report)]
+        values = [*identity, *start_values(log, own), *cache]
         unjudged = _why_no_kernels(log, capabilities)
+        unknown = "" if cache else _why_no_cache(log, report)
+        spots = [*filter(None, (unjudged, dry.not_taken, unknown)), *late_selections(log, own)]
         if not unjudged:
+            unlogged = unlogged_kernels(own, report.rows, dry.forcing)
             selections, report = dry.explained(selection_values(log, own), report)
             values += selections
+            spots += [*unlogged]
         errors = difference_findings(log, values)
-        unknown = "" if report.memory else _NO_MEMORY.format(version=report.vllm)
         return replace(
             report,
             ok=report.ok and not errors,
             findings=(*report.findings, *errors, *remark_findings(log, own)),
             not_judged=(*report.not_judged, *gaps(log, values)),
-            blind_spots=(*filter(None, (unjudged, dry.not_taken, unknown)), *report.blind_spots),
+            blind_spots=(*spots, _ENVIRONMENT, *report.blind_spots),
             server=ServerComparison(log=log.log, values=tuple(values)),
         )
 
@@ -224,9 +232,13 @@ class _DryLoads:
                 return values, _with_faults_of(report, trial)
         return values, report
 
+    @property
+    def forcing(self) -> str:
+        """The arguments of the log that choose a kernel, in words."""
+        return ", ".join(f"{name}={value}" for name, value in self._forcing.items())
+
     def _trials(self) -> Iterator[tuple[EngineArguments, bool, str]]:
-        chosen = ", ".join(f"{name}={value}" for name, value in self._forcing.items())
-        because = f"because of {chosen} in the log"
+        because = f"because of {self.forcing} in the log"
         if self._forcing:
             yield self._forcing, True, because
         yield {}, False, _NO_TOOLKIT
@@ -290,6 +302,13 @@ def _cache_values(
         value = cache_value(log, sequences[-1].kv_bytes)
         if value is not None:
             yield value
+
+
+def _why_no_cache(log: StartupLog, report: DryLoadReport) -> str:
+    """Return why the size of the KV cache is not compared, or "" if the server states no size."""
+    if not report.memory:
+        return _NO_MEMORY.format(version=report.vllm)
+    return _NO_CACHE if log.max_concurrency is not None else ""
 
 
 def _why_no_kernels(log: StartupLog, capabilities: Sequence[int]) -> str:
