@@ -18,6 +18,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from tests.command import vexport
@@ -49,6 +51,13 @@ def save_qwen3(folder: Path, **changes: object) -> Path:
     """Save a Qwen3 with tied embeddings, and norms of queries and keys."""
     config = Qwen3Config(**{**SIZES, "dtype": "bfloat16", "tie_word_embeddings": True, **changes})
     return _save(folder, Qwen3ForCausalLM, config)
+
+
+def save_qwen3_moe(folder: Path, **changes: object) -> Path:
+    """Save a Qwen3 with four experts in each layer."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    config = Qwen3MoeConfig(**{**SIZES, **experts, "dtype": "bfloat16", **changes})
+    return _save(folder, Qwen3MoeForCausalLM, config)
 
 
 def _save(folder: Path, kind: type[PreTrainedModel], config: PreTrainedConfig) -> Path:

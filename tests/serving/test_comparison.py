@@ -11,7 +11,7 @@ import pytest
 
 from tests.command import Ran, vexport
 from tests.inference.replying import Sent, replying, with_card
-from tests.models import Good, save_qwen3
+from tests.models import Good, quantize, save_llama, save_qwen3, save_qwen3_moe
 from tests.serving.logs import (
     FLASH_ATTN,
     FLASHINFER,
@@ -46,6 +46,8 @@ def _nvfp4(kernel: str, attention: tuple[str, str]) -> tuple[tuple[str, str], ..
     return (("__init__.py:1240", f"Using {kernel} for NVFP4 GEMM"), attention)
 
 
+# The log of a real server of the micro Llama in W4A16, by vLLM's CPU build.
+ON_CPU = (Path(__file__).parent / "w4a16_on_cpu.txt").read_text()
 CUTLASS = _fp8("CutlassFP8ScaledMMLinearKernel")
 DEEP_GEMM = _block("FlashInferFp8DeepGEMMDynamicBlockScaledKernel")
 # Scheme, GPU, server, and form of the lines.
@@ -182,6 +184,78 @@ def test_without_gpu_kernels_are_not_compared(good: Good, tmp_path: Path) -> Non
     ran = _compare(good("FP8_DYNAMIC"), served.text(), tmp_path)
     assert ran.code == 0
     assert "not verified: the kernels: name the server's GPU with --gpu or --sm" in ran.stdout
+
+
+def test_server_on_a_cpu(good: Good, tmp_path: Path) -> None:
+    ran = _compare(good("W4A16"), ON_CPU, tmp_path, "--format", "json")
+    assert ran.code == 0
+    report = _report(ran)
+    statuses = _statuses(report)
+    assert {*statuses.values()} == {"equal"}
+    assert {"architecture", "quantization method", "dtype", "KV cache dtype"} <= {*statuses}
+    assert {"checkpoint size, GiB", "maximum length", "sequences in the KV cache"} <= {*statuses}
+    assert not any(name.startswith(("kernel", "attention")) for name in statuses)
+    spots = report["blind_spots"]
+    assert "the kernels: the server runs on cpu, and a dry load selects kernels for CUDA" in spots  # type: ignore[operator]
+
+
+def test_server_of_another_checkpoint_on_a_cpu(llama: Path, tmp_path: Path) -> None:
+    plain_model = _compare(llama, ON_CPU, tmp_path)
+    assert (plain_model.code, "[serving/other-model]" in plain_model.stderr) == (2, True)
+    source = save_llama(tmp_path / "llama", num_key_value_heads=4)
+    other = quantize(source, tmp_path / "other", "W4A16")
+    larger_cache = _compare(other, ON_CPU, tmp_path, "--format", "json")
+    assert larger_cache.code == 1
+    statuses = _statuses(_report(larger_cache))
+    different = [name for name, status in statuses.items() if status == "differs"]
+    assert different == ["sequences in the KV cache"]
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a small model with experts in FP8_DYNAMIC."""
+    folder = tmp_path_factory.mktemp("moe")
+    return quantize(save_qwen3_moe(folder / "source"), folder / "moe", "FP8_DYNAMIC")
+
+
+def _experts(backend: str, **arguments: object) -> Served:
+    line = (
+        f"Using {backend} Fp8 MoE backend out of potential backends: ['AITER', "
+        "'FLASHINFER_TRTLLM', 'FLASHINFER_CUTLASS', 'DEEPGEMM', 'VLLM_CUTLASS', 'TRITON']."
+    )
+    return Served(
+        architecture="Qwen3MoeForCausalLM",
+        selected=(*CUTLASS, ("fp8.py:525", line)),
+        arguments=arguments,
+    )
+
+
+@pytest.mark.parametrize(
+    ("served", "status", "reason"),
+    [
+        (_experts("VLLM_CUTLASS"), "equal", ""),
+        (_experts("DEEPGEMM"), "differs", ""),
+        (
+            *(_experts("TRITON", moe_backend="triton"), "differs"),
+            "because of moe_backend=triton in the log",
+        ),
+    ],
+)
+def test_experts(served: Served, status: str, reason: str, moe: Path, tmp_path: Path) -> None:
+    ran = _compare(moe, served.text(), tmp_path, "--gpu", "H100", "--format", "json")
+    assert ran.code == (status == "differs")
+    report = _report(ran)
+    values = {each["name"]: each for each in report["server"]["values"]}  # type: ignore[index]
+    backend = values.pop("Fp8 MoE backend")
+    assert (backend["status"], backend["reason"]) == (status, reason)
+    assert {each["status"] for each in values.values()} == {"equal"}
+    assert not any("does not log" in spot for spot in report["blind_spots"])  # type: ignore[attr-defined]
+
+
+def test_log_without_the_backend_of_experts(moe: Path, tmp_path: Path) -> None:
+    served = Served(architecture="Qwen3MoeForCausalLM", selected=CUTLASS)
+    ran = _compare(moe, served.text(), tmp_path, "--gpu", "H100")
+    assert (ran.code, "Fp8 MoE backend: not in the log" in ran.stdout) == (3, True)
 
 
 def test_gpu_in_the_log(good: Good, tmp_path: Path) -> None:
