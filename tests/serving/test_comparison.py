@@ -50,6 +50,10 @@ def _nvfp4(kernel: str, attention: tuple[str, str]) -> tuple[tuple[str, str], ..
 ON_CPU = (Path(__file__).parent / "w4a16_on_cpu.txt").read_text()
 CUTLASS = _fp8("CutlassFP8ScaledMMLinearKernel")
 DEEP_GEMM = _block("FlashInferFp8DeepGEMMDynamicBlockScaledKernel")
+INT8 = (
+    ("__init__.py:846", "Selected CutlassInt8ScaledMMLinearKernel for CompressedTensorsW8A8Int8"),
+    FLASH_ATTN,
+)
 # Scheme, GPU, server, and form of the lines.
 RUNNING: Mapping[str, tuple[str, str, Served, Callable[[Line], str]]] = {
     "ampere": ("W4A16", "A10G", Served(selected=MARLIN), plain),
@@ -184,6 +188,20 @@ def test_without_gpu_kernels_are_not_compared(good: Good, tmp_path: Path) -> Non
     ran = _compare(good("FP8_DYNAMIC"), served.text(), tmp_path)
     assert ran.code == 0
     assert "not verified: the kernels: name the server's GPU with --gpu or --sm" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("scheme", "served"),
+    [
+        ("FP8_DYNAMIC", Served(selected=CUTLASS)),  # other kernels on SM 80
+        ("W8A8", Served(selected=INT8)),  # refused on SM 100
+    ],
+)
+def test_findings_on_other_gpus_are_left_out(
+    scheme: str, served: Served, good: Good, tmp_path: Path
+) -> None:
+    ran = _compare(good(scheme), served.text(), tmp_path, "--format", "json")
+    assert (ran.code, _rules(_report(ran))) == (0, [])
 
 
 def test_server_on_a_cpu(good: Good, tmp_path: Path) -> None:

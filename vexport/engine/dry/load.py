@@ -372,7 +372,8 @@ def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
             capabilities=[cell.sm for cell in cells],
         )
         named = f" ({kernel})" if kernel else ""
-        yield replace(found, check=CHECK, got=f"{found.got}{named}")
+        capabilities = tuple(dict.fromkeys(cell.sm for cell in cells))
+        yield replace(found, check=CHECK, got=f"{found.got}{named}", sm=capabilities)
 
 
 def _in_cells(place: str, cells: Sequence[Cell], results: Sequence[CellResult]) -> str:

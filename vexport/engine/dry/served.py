@@ -51,6 +51,7 @@ from vexport.serving.startup_log import read_startup_log
 _FORCING = re.compile(r"(?<!executor)_backend$|^(?:kernel|attention)_config$")
 # Arguments of the log that name the model, or that a dry load sets by itself.
 _OWN = ("model", "served_model_name", "tensor_parallel_size", "distributed_executor_backend")
+_CUDA = "cuda"
 _CACHED = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)")
 _NO_TOOLKIT = "as on a host without a CUDA toolkit (nvcc)"
 _NO_GPU = "the kernels: name the server's GPU with --gpu or --sm"
@@ -112,6 +113,7 @@ class ServerTest:
             selections, report = dry.explained(selection_values(log, own), report)
             values += selections
             spots += [*unlogged]
+        report = _without_other_gpus(report, log, capabilities)
         errors = difference_findings(log, values)
         return replace(
             report,
@@ -315,11 +317,32 @@ def _why_no_kernels(log: StartupLog, capabilities: Sequence[int]) -> str:
     """Return why the kernels are not compared, or "" if they are."""
     if not log.lines:
         return _RUNNING
-    if log.device is not None and log.device.value != "cuda":
+    if log.device is not None and log.device.value != _CUDA:
         return _NO_CUDA.format(device=log.device.value)
     if not capabilities:
         return _NO_GPU
     return _SEVERAL_GPUS if len(capabilities) > 1 else ""
+
+
+def _without_other_gpus(
+    report: DryLoadReport, log: StartupLog, capabilities: Sequence[int]
+) -> DryLoadReport:
+    """Return the report without findings on GPUs that the server may not have.
+
+    If the server's GPU is unknown, a finding must be about every GPU of the dry load. A server on
+    another device has none of them.
+    """
+    is_other_device = log.device is not None and log.device.value != _CUDA
+    if capabilities and not is_other_device:
+        return report
+    tried = {cell.sm for cell in report.cells}
+    findings = tuple(
+        each
+        for each in report.findings
+        if not each.sm or (tried <= {*each.sm} and not is_other_device)
+    )
+    ok = all(each.severity != "error" for each in findings)
+    return replace(report, ok=ok, findings=findings)
 
 
 def _with_faults_of(report: DryLoadReport, running: DryLoadReport) -> DryLoadReport:
