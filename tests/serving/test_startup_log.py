@@ -104,6 +104,8 @@ def test_ranks_state_a_selection_once() -> None:
         lambda text: json.dumps({"level": "info", "event": text}),
         lambda text: json.dumps({"text": text, "record": {"level": {"name": "INFO"}}}),
         lambda text: json.dumps({"log": f"{_line(text)}\n", "stream": "stdout"}),
+        lambda text: json.dumps({"textPayload": _line(text), "severity": "INFO"}),
+        lambda text: json.dumps({"resource": {"pod": "a"}, "jsonPayload": {"line": _line(text)}}),
         lambda text: f"pod/server-0 {json.dumps({'message': text})}",
     ],
 )
@@ -112,6 +114,27 @@ def test_forms_of_lines(form: object) -> None:
     log = _read(form(ENGINE))
     assert log.version is not None
     assert log.version.value == "0.33.0"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be"])
+def test_encodings(encoding: str) -> None:
+    text = "\r\n".join([_line("Resolved architecture: A"), _line(ENGINE), _line("end")])
+    log = read_startup_log(io.BytesIO(text.encode(encoding)), "log")
+    assert log.version is not None
+    assert (log.version.value, log.version.line) == ("0.33.0", 2)
+
+
+def test_last_start_counts() -> None:
+    kernel = "Selected {}Kernel for CompressedTensorsW8A8Fp8"
+    first = ["Resolved architecture: A", ENGINE, kernel.format("Marlin"), "Checkpoint size: 1 GiB"]
+    log = _read(
+        *map(_line, ["non-default args: {'model': 'a', 'dtype': 'half'}", *first]),
+        _line("Auto-disabled DeepGemm for model_type=qwen3.", "WARNING"),
+        *map(_line, ["non-default args: {'model': 'b'}", kernel.format("Cutlass")]),
+    )
+    assert (log.begin, log.arguments) == (7, {"model": "b"})
+    assert [each.choice for each in log.selections] == ["CutlassKernel"]
+    assert (log.version, log.architecture, log.checkpoint_gib, log.remarks) == (None,) * 3 + ((),)
 
 
 def test_arguments_without_secrets() -> None:

@@ -51,12 +51,14 @@ class StartupLog:
     `arguments` are the arguments that differ from vLLM's defaults. The maximum concurrency is the
     number of sequences of the maximum length that fit into the KV cache. Sizes are in GiB, and
     `start_seconds` is the duration of the whole start. `lines` is 0 if a running server states the
-    values.
+    values. If a log has several starts, the statements are those of the last one, which begins with
+    the line `begin`. Otherwise, `begin` is 0.
     """
 
     schema: Literal["vexport.startup-log/1"] = "vexport.startup-log/1"
     log: str
     lines: int
+    begin: int = 0
     version: Stated | None = None
     model: Stated | None = None
     architecture: Stated | None = None

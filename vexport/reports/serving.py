@@ -37,6 +37,7 @@ def startup_log_document(log: StartupLog) -> doc.Document:
     """Return a document with the values, the selected kernels, and the remarks of a log."""
     stated = {title: getattr(log, name) for name, title in _TITLES.items()}
     missing = [title for title, value in stated.items() if value is None]
+    earlier = row(f"earlier starts, before line {log.begin}") if log.begin else ()
     pairs = ((title, _value(value)) for title, value in stated.items() if value is not None)
     return doc.Document(
         title=log.log,
@@ -45,6 +46,7 @@ def startup_log_document(log: StartupLog) -> doc.Document:
             facts(*pairs, *_arguments(log)),
             _selections(log),
             _remarks(log),
+            doc.Listing(earlier, "ignored") if earlier else None,
             doc.Listing(row(*missing), "not stated") if missing else None,
             muted("the log alone: no checkpoint was compared with it"),
         ),

@@ -2,14 +2,16 @@
 
 vLLM writes `LEVEL DATE TIME [module.py:123] message`. Whatever stands in front (a rank, a
 container's timestamp, colours) is ignored, because the message follows the module. If a line is a
-JSON object, the message is a value of the object.
+JSON object, the message is a value of the object. The log of a container that has restarted has
+several starts. The last one counts, because its server runs.
 """
 
 import ast
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import BinaryIO
 
 from pydantic import JsonValue
@@ -33,7 +35,8 @@ _LONGEST_REMARK = 300
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PLACE = re.compile(r"\[[\w./-]+\.py:\d+\] ?")
 _WARNING = re.compile(r"\bWARN(?:ING)?\b")
-# Keys of the message in JSON lines: of python-json-logger, structlog, loguru, and Docker.
+# Keys of the message in JSON lines: of python-json-logger, structlog, loguru, and Docker. Under
+# other keys, a message is recognized by vLLM's module.
 _MESSAGE_KEYS = ("message", "msg", "event", "log", "text")
 _LEVEL_KEYS = ("levelname", "level", "severity")
 # Source: v1/engine/core.py. The configuration is `VllmConfig.__str__` in config/vllm.py.
@@ -43,6 +46,7 @@ _ENGINE = re.compile(
 # Sources: entrypoints/common/startup.py, config/model.py, v1/core/kv_cache_utils.py,
 # v1/worker/gpu_worker.py and cpu_worker.py, model_loader/weight_utils.py, v1/engine/core.py. Names
 # of files with settings for a GPU contain its name (fused_moe.py, fp8_utils.py).
+# A server writes its arguments once, at the beginning of its start.
 _ARGUMENTS = re.compile(r"non-default args: (?P<arguments>\{.*\})")
 _STATED = {
     "version": re.compile(r"vLLM (?:API )?server version (?P<value>[^\s,]+)"),
@@ -107,9 +111,14 @@ _OPENING, _CLOSING, _QUOTES = "([{<", ")]}>", "'\""
 
 @dataclass(slots=True)
 class _Found:
-    """Statements that were found so far. The first statement of a value counts."""
+    """Statements of a start that were found so far. The first statement of a value counts.
+
+    `begin` is the line with which the last of several starts begins.
+    """
 
     lines: int = 0
+    begin: int = 0
+    has_arguments: bool = False
     is_vllm: bool = False
     is_loading: bool = False
     stated: dict[str, Stated] = field(default_factory=dict)
@@ -124,7 +133,10 @@ class _Found:
                 if name in _OF_CONFIG:
                     self.stated[_OF_CONFIG[name]] = Stated(value=_unquoted(value), line=self.lines)
         elif arguments := _ARGUMENTS.search(message):
-            self.arguments = self.arguments or _arguments(arguments["arguments"])
+            if self.has_arguments:
+                self._start_again()
+            self.has_arguments = True
+            self.arguments = _arguments(arguments["arguments"])
         else:
             for name, pattern in _STATED.items():
                 if match := pattern.search(message):
@@ -133,6 +145,12 @@ class _Found:
             self._select(message)
             if is_warning:
                 self._remark(message)
+
+    def _start_again(self) -> None:
+        self.begin = self.lines
+        self.is_loading = False
+        for found in (self.stated, self.selections, self.remarks):
+            found.clear()
 
     def _state(self, name: str, value: str) -> None:
         self.stated.setdefault(name, Stated(value=value, line=self.lines))
@@ -167,7 +185,9 @@ def read_startup_log(stream: BinaryIO, name: str) -> StartupLog:
     found = _Found()
     for line in _lines(stream, name):
         found.lines += 1
-        text = _COLOUR.sub("", line.decode(errors="replace")).rstrip("\r\n")
+        # Without zero bytes, UTF-16 (as Windows PowerShell writes) reads like ASCII.
+        decoded = line.replace(b"\0", b"").decode(errors="replace")
+        text = _COLOUR.sub("", decoded).rstrip("\r\n")
         message, is_warning, is_vllm = _message(text)
         found.is_vllm |= is_vllm
         found.add(message, is_warning=is_warning)
@@ -176,6 +196,7 @@ def read_startup_log(stream: BinaryIO, name: str) -> StartupLog:
     return StartupLog(
         log=name,
         lines=found.lines,
+        begin=found.begin,
         version=found.stated.get("version"),
         model=found.stated.get("model"),
         architecture=found.stated.get("architecture"),
@@ -226,10 +247,21 @@ def _message(text: str) -> tuple[str, bool, bool]:
 
 
 def _json_message(content: dict[str, object]) -> tuple[str, bool, bool]:
-    inner = next((content[key] for key in _MESSAGE_KEYS if isinstance(content.get(key), str)), "")
+    named = (content[key] for key in _MESSAGE_KEYS if isinstance(content.get(key), str))
+    recognized = (text for text in _texts(content) if _PLACE.search(text))
+    inner = next(chain(named, recognized), "")
     message, is_warning, is_vllm = _message(str(inner).strip())
     levels = " ".join(str(content.get(key, "")).upper() for key in _LEVEL_KEYS)
     return message, is_warning or bool(_WARNING.search(levels)), is_vllm
+
+
+def _texts(content: Mapping[str, object]) -> Iterator[str]:
+    """Yield the texts in an object, also those of inner objects."""
+    for value in content.values():
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            yield from _texts(value)
 
 
 def top_level(text: str, sign: str) -> Iterator[tuple[str, str]]:

@@ -60,6 +60,7 @@ _NO_CUDA = "the kernels: the server runs on {device}, and a dry load selects ker
 _RUNNING = "the kernels and the quantization method: a running server does not state them"
 _NO_MEMORY = "the size of the KV cache: vLLM {version} does not compute it in a dry load"
 _NO_CACHE = "sequences in the KV cache: they do not follow from what the server states"
+_EARLIER = "the starts of the server before line {line} of the log: the last start is compared"
 _NOT_TAKEN = "arguments of the server that the dry load does not take: {names}"
 _ENVIRONMENT = "environment variables of the server, because it does not state them"
 
@@ -107,7 +108,11 @@ class ServerTest:
         values = [*identity, *start_values(log, own), *cache]
         unjudged = _why_no_kernels(log, capabilities)
         unknown = "" if cache else _why_no_cache(log, report)
-        spots = [*filter(None, (unjudged, dry.not_taken, unknown)), *late_selections(log, own)]
+        earlier = _EARLIER.format(line=log.begin) if log.begin else ""
+        spots = [
+            *filter(None, (unjudged, earlier, dry.not_taken, unknown)),
+            *late_selections(log, own),
+        ]
         if not unjudged:
             unlogged = unlogged_kernels(own, report.rows, dry.forcing)
             selections, report = dry.explained(selection_values(log, own), report)
