@@ -1,5 +1,6 @@
 """Calibration on pictures: rows, errors, the walk through models that see, and the command."""
 
+import base64
 import io
 import json
 import shutil
@@ -519,3 +520,19 @@ def test_text_models_skip_pictures_with_a_note(tmp_path: Path, llava: Path) -> N
     found = read_samples(data, llava, vocab_size=VOCABULARY)
     assert found.pictures == ()
     assert_contains(found.notes[0], "skipped 2 of 3 rows", "calibration uses only text")
+
+
+def test_other_spellings_of_addresses(llava: Path, tmp_path: Path) -> None:
+    """Schemes have no case, file addresses are percent-encoded, and base64 needs no scheme."""
+    (tmp_path / "a b.png").write_bytes(png(FIRST))
+    data = base64.b64encode(png(FIRST)).decode()
+    addresses = (
+        address(FIRST),
+        f"DATA:image/png;BASE64,{data}",
+        data,
+        "a b.png",
+        f"FILE://{tmp_path}/a%20b.png",
+    )
+    chosen = read_rows(llava, tmp_path, *map(question, addresses))
+    digests = [sample.digest for sample in chosen.pictures if sample is not None]
+    assert (len(digests), len(set(digests))) == (len(addresses), 1)

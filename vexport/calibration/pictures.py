@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from vexport.calibration.conversations import PICTURE_MARK, RowError
 from vexport.calibration.picture_rows import Picture
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 # Maximum size of a stored picture in bytes. Pillow limits the number of pixels.
 LARGEST_PICTURE = 1 << 26
-# The longest path of Linux. A longer text is base64 without the start of a data address.
+# The longest path of Linux. A longer text is base64.
 LONGEST_PATH = 4096
 _REMOTE = ("http:", "https:", "s3:", "gs:", "hf:", "ftp:")
 _PURPOSE = "calibrating on pictures"
@@ -60,14 +61,18 @@ def read_picture(picture: Picture, folder: Path | None, root: Path | None) -> by
         return stored
     if not isinstance(stored, str):
         raise _error(picture, f"{json_type(stored)} instead of a picture")
-    if stored.startswith("data:"):
+    if stored[:5].lower() == "data:":
         return _decoded(picture, stored.partition(",")[2])
     if stored.lower().startswith(_REMOTE):
         reason = f"{picture.field}: the remote picture {clip(stored, 60)}, which is not fetched"
         raise RowError(reason, rules.REMOTE_PICTURE)
     if len(stored) > LONGEST_PATH:
         return _decoded(picture, stored)
-    return _read_file(picture, stored.removeprefix("file://"), folder, root)
+    if stored[:7].lower() == "file://":
+        stored = unquote(stored[7:])
+    elif (data := _plain_base64(stored)) is not None:
+        return data
+    return _read_file(picture, stored, folder, root)
 
 
 def _error(picture: Picture, reason: str) -> RowError:
@@ -79,6 +84,18 @@ def _decoded(picture: Picture, text: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise _error(picture, "a data address that is not valid base64") from None
+
+
+def _plain_base64(text: str) -> bytes | None:
+    """Return the picture that a text is without the start of a data address, or None."""
+    import PIL.Image
+
+    try:
+        data = base64.b64decode(text, validate=True)
+        PIL.Image.open(io.BytesIO(data), formats=FORMATS).close()
+    except Exception:  # decoders raise many kinds of errors
+        return None
+    return data
 
 
 def _read_file(picture: Picture, name: str, folder: Path | None, root: Path | None) -> bytes:
