@@ -3,7 +3,7 @@
 import pytest
 
 from tests.inference.replying import CARD, Reply, Sent, replying, sound, with_card
-from vexport.errors import EnvironmentFault
+from vexport.errors import EnvironmentFault, InputError
 from vexport.inference.endpoint.statements import server_statements
 from vexport.records.serving import StartupLog
 
@@ -67,3 +67,52 @@ def test_no_server() -> None:
         pass
     with pytest.raises(EnvironmentFault):
         server_statements(url)
+
+
+def _with_cards(*cards: dict[str, object]) -> Reply:
+    def reply(path: str, body: dict[str, object]) -> Sent:
+        return Sent(content={"data": cards}) if path == "/v1/models" else sound(path, body)
+
+    return reply
+
+
+ADAPTER = {"id": "sql", "root": "/adapters/sql", "parent": "adder", "max_model_len": None}
+
+
+@pytest.mark.parametrize(
+    "cards",
+    [
+        (CARD, {**CARD, "id": "alias"}),
+        (CARD, ADAPTER),
+        (ADAPTER, {**CARD, "id": "alias", "parent": None}, CARD),
+    ],
+)
+def test_base_model_of_several_names(cards: tuple[dict[str, object], ...]) -> None:
+    with replying(_with_cards(*cards)) as url:
+        values = _values(server_statements(url))
+    assert (values["model"], values["max_model_len"]) == (CARD["root"], "512")
+
+
+@pytest.mark.parametrize(
+    "cards",
+    [
+        (CARD, {**CARD, "id": "other", "root": "models/other"}),
+        ({"id": "one"}, {"id": "two"}),
+        (ADAPTER,),
+    ],
+)
+def test_several_base_models_or_none(cards: tuple[dict[str, object], ...]) -> None:
+    with replying(_with_cards(*cards)) as url, pytest.raises(InputError) as caught:
+        server_statements(url)
+    assert caught.value.rule == "serving/no-model"
+    assert "--model" not in str(caught.value)
+
+
+def test_server_without_a_list_of_models() -> None:
+    with (
+        replying(lambda path, body: Sent(content={}, status=404)) as url,
+        pytest.raises(InputError) as caught,
+    ):
+        server_statements(url)
+    assert caught.value.rule == "serving/no-model"
+    assert "--model" not in str(caught.value)

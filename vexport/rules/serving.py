@@ -14,6 +14,13 @@ TOO_LARGE = Rule(
     need="the start-up log of `vllm serve`, at most {most} MB",
     do="pass the beginning of the log, such as `head -c 10M LOG | vexport load --log -`",
 )
+NO_MODEL = Rule(
+    "serving/no-model",
+    got="{found}",
+    need="the address of one `vllm serve` (http://HOST:PORT/v1), with one base model",
+    do="pass the address of the server behind a gateway, or its start-up log, and set "
+    "VEXPORT_API_KEY if it needs a key",
+)
 INCOMPLETE = Rule(
     "serving/incomplete",
     got="nothing about {missing:and}",

@@ -104,11 +104,13 @@ class NoScoresError(Exception):
 class ModelCard:
     """An entry in a server's list of models.
 
-    If the server does not return these values, `root` is empty and `max_model_len` is None.
+    If the server does not return these values, `root` and `parent` are empty, and `max_model_len`
+    is None. `parent` is the base model of an adapter.
     """
 
     root: str
     max_model_len: int | None
+    parent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,15 +245,32 @@ def model_cards(content: Json) -> dict[str, ModelCard]:
         name = entry.get("id") if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or not isinstance(name, str) or not _is_usable(name):
             continue
-        root, longest = entry.get("root"), entry.get("max_model_len")
+        root, parent, longest = (entry.get(key) for key in ("root", "parent", "max_model_len"))
         is_length = isinstance(longest, int) and not isinstance(longest, bool) and longest > 0
         cards[name] = ModelCard(
             root=root if isinstance(root, str) and _is_usable(root) else "",
             max_model_len=longest if is_length else None,  # type: ignore[arg-type]
+            parent=parent if isinstance(parent, str) else "",
         )
     if not cards:
         raise TemporaryError("a list of models without a usable name")
     return cards
+
+
+def only_name(cards: Mapping[str, ModelCard]) -> str | None:
+    """Return the name of the only model, or None if there are several."""
+    return next(iter(cards)) if len(cards) == 1 else None
+
+
+def base_name(cards: Mapping[str, ModelCard]) -> str | None:
+    """Return a name of the base model, or None if there are several base models.
+
+    Adapters have a parent. Several names of a model have the same root.
+    """
+    bases = {name: card for name, card in cards.items() if not card.parent}
+    roots = {card.root for card in bases.values()}
+    is_one = len(bases) == 1 or (len(roots) == 1 and "" not in roots)
+    return next(iter(bases)) if is_one else None
 
 
 def version_of(content: Json) -> str:

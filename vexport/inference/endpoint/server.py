@@ -42,6 +42,7 @@ from vexport.inference.endpoint.replies import (
     is_too_long,
     labels_of,
     model_cards,
+    only_name,
     positions_of,
     read_json,
     read_text,
@@ -146,7 +147,8 @@ class Server:
 
     `model` is the description of the model at the first contact. `on_retry` receives a line when a
     request is retried, at most one line in 30 seconds. `first_wait` is the number of seconds before
-    the second attempt. The wait doubles with each attempt.
+    the second attempt. The wait doubles with each attempt. `choose` returns the name of the model
+    if the endpoint names none, or None if it cannot choose.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Server:
         on_retry: Callable[[str], None] = _ignore,
         *,
         first_wait: float = _FIRST_WAIT,
+        choose: Callable[[Mapping[str, ModelCard]], str | None] = only_name,
     ) -> None:
         require_address(endpoint.url)
         self.endpoint = endpoint
@@ -178,6 +181,7 @@ class Server:
         self._on_retry = on_retry
         self._last_report = -_RETRY_LINE_SECONDS
         self._first_wait = first_wait
+        self._choose = choose
         # Kinds of requests with an earlier response.
         self._answered: set[str] = set()
         ends = time.monotonic() + _FIRST_CONTACT_ENDS
@@ -367,7 +371,7 @@ class Server:
         chosen model, or has several models and none is chosen.
         """
         cards = self._cards(seconds, ends)
-        name = self.endpoint.model or (next(iter(cards)) if len(cards) == 1 else None)
+        name = self.endpoint.model or self._choose(cards)
         if name not in cards:
             found = f"no model {name}" if name else f"{len(cards)} models"
             known = self._printable(", ".join(cards))

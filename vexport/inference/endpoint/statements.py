@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from vexport.errors import InputError
+from vexport.inference.endpoint.replies import base_name
 from vexport.inference.endpoint.server import Server
 from vexport.records import Endpoint
 from vexport.records.serving import StartupLog, Stated
+from vexport.rules import server as server_rules
+from vexport.rules import serving as rules
 
 _CACHE = "vllm:cache_config_info"
 _RETRY_SECONDS = 5.0
@@ -16,10 +19,15 @@ _RETRY_SECONDS = 5.0
 def server_statements(url: str) -> StartupLog:
     """Return the statements of a server. A value that it does not state is None.
 
-    Raises InputError and EnvironmentFault as `Server` does, but a server without metrics is no
-    error.
+    Of several models, the base model is used. Raises InputError and EnvironmentFault as `Server`
+    does, but a server without metrics is no error.
     """
-    server = Server(Endpoint(url=url, retry_seconds=_RETRY_SECONDS))
+    try:
+        server = Server(Endpoint(url=url, retry_seconds=_RETRY_SECONDS), choose=base_name)
+    except InputError as error:
+        if error.rule in (server_rules.MODEL.id, server_rules.NO_LIST.id):
+            raise InputError.of(rules.NO_MODEL, url, found=error.got) from None
+        raise
     labels: Mapping[str, str] = {}
     with suppress(InputError):  # the server has no metrics, or hides them
         labels = server.labels(_CACHE)
