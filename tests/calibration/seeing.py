@@ -196,9 +196,14 @@ SEEING: Mapping[str, Seeing] = {
 
 def save_seeing(name: str, folder: Path) -> Path:
     """Save a micro model that takes pictures, with all files that a server needs."""
-    seeing = SEEING[name]
-    save(seeing.family, folder)
+    save_with_processor(SEEING[name], folder)
     _correct_tensors(folder / "model.safetensors", name)
+    return folder
+
+
+def save_with_processor(seeing: Seeing, folder: Path) -> None:
+    """Save a model of random weights, its tokenizer, its chat template and its processor."""
+    save(seeing.family, folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: number for number, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -218,7 +223,6 @@ def save_seeing(name: str, folder: Path) -> Path:
     processor = {**seeing.image_processor, "processor_class": seeing.processor["processor_class"]}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     (folder / "processor_config.json").write_text(json.dumps(seeing.processor))
-    return folder
 
 
 Inputs = Mapping[str, torch.Tensor]

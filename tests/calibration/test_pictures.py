@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 import struct
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.calibration.seeing import (
     write_rows,
 )
 from tests.command import vexport
+from tests.forked import command, start
 from tests.models import VOCABULARY
 from tests.texts import assert_contains
 from vexport.calibration import Samples, read_samples
@@ -490,13 +492,17 @@ def test_only_models_with_a_vision_config_see(llava: Path, tmp_path: Path) -> No
     assert answers == [True, False]
 
 
-def quantize(folder: Path, data: Path, out: Path, *options: object) -> Sequence[str]:
-    ran = vexport(
+def call_of_quantize(folder: Path, data: Path, out: Path) -> Sequence[object]:
+    return (
         *("quantize", folder, out, "--scheme", "NVFP4", "--calibration", data, "--no-verify"),
-        *("--samples", 4, "--seq-len", 256, *options),
+        *("--samples", 4, "--seq-len", 256),
     )
+
+
+def quantize(folder: Path, data: Path, out: Path) -> str:
+    ran = vexport(*call_of_quantize(folder, data, out))
     assert ran.code == 0, ran.stderr
-    return ran.stderr.splitlines()
+    return ran.stderr
 
 
 @pytest.mark.slow
@@ -512,6 +518,42 @@ def test_quantize_on_pictures(family: str, tmp_path: Path) -> None:
     assert results[0] != results[1]
     ran = vexport("check", tmp_path / "a", "--static", "--source", folder)
     assert ran.code == 0, ran.stdout
+
+
+def kill_after_first_layer(folder: Path, data: Path, out: Path) -> None:
+    """Kill `quantize` when it has stored the first rounded layer."""
+    process = start(out.with_suffix(".log"), command, *call_of_quantize(folder, data, out))
+    deadline = time.monotonic() + 120
+    while not list(out.parent.rglob("layer-0000.json")) and time.monotonic() < deadline:
+        assert process.is_alive()
+        time.sleep(0.002)
+    process.kill()
+    process.join()
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_killed_call_on_pictures_resumes_to_same_bytes(tmp_path: Path) -> None:
+    """Another picture of the same size starts again, although the token ids are equal."""
+    folder = save_seeing("qwen3-vl", tmp_path / "model")
+    data = write_rows(tmp_path / "rows.jsonl", MIXED)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    quantize(folder, data, whole)
+    kill_after_first_layer(folder, data, out)
+    assert_contains(quantize(folder, data, out), "resumes", "layers are already rounded")
+    assert written_by(out) == written_by(whole)
+
+    shutil.rmtree(out)
+    kill_after_first_layer(folder, data, out)
+    write_rows(data, [question(address(picture(90, 70, 5))), *MIXED[1:]])
+    assert "already rounded" not in quantize(folder, data, out)
+    shutil.rmtree(whole)
+    quantize(folder, data, whole)
+    assert written_by(out) == written_by(whole)
+
+
+def written_by(out: Path) -> Mapping[str, bytes]:
+    return {file.name: file.read_bytes() for file in out.iterdir()}
 
 
 def test_text_models_skip_pictures_with_a_note(tmp_path: Path, llava: Path) -> None:
