@@ -165,6 +165,24 @@ def test_tested_argument(good: Good, tmp_path: Path) -> None:
     assert _compare(good("FP8_DYNAMIC"), served.text(), tmp_path, *options).code == 0
 
 
+def test_unknown_tested_argument_is_bad_input(good: Good, tmp_path: Path) -> None:
+    log = Served(selected=CUTLASS).text()
+    ran = _compare(good("FP8_DYNAMIC"), log, tmp_path, "--gpu", "H100", "--engine-arg", "unknown=1")
+    assert ran.code == 2
+    assert "engine/unknown-argument" in ran.stderr
+
+
+def test_restarted_server(good: Good, tmp_path: Path) -> None:
+    earlier = Served(selected=_fp8("MarlinFP8ScaledMMLinearKernel"), model="/models/earlier")
+    log = earlier.text() + Served(selected=CUTLASS).text()
+    options = ("--gpu", "H100", "--format", "json")
+    ran = _compare(good("FP8_DYNAMIC"), log, tmp_path, *options)
+    assert ran.code == 0
+    spots = _report(ran)["blind_spots"]
+    assert isinstance(spots, list)
+    assert any(spot.startswith("the starts of the server before line ") for spot in spots)
+
+
 def test_known_fault_of_the_running_kernel(good: Good, tmp_path: Path) -> None:
     served = Served(selected=_block("DeepGemmFp8BlockScaledMMKernel"))
     ran = _compare(good("FP8_BLOCK"), served.text(), tmp_path, "--sm", "121", "--format", "json")

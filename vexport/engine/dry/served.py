@@ -11,6 +11,7 @@ from pydantic import JsonValue, ValidationError
 
 from vexport.architectures.engine_arguments import ARGUMENTS, argument_types
 from vexport.checkpoint.index import weight_files
+from vexport.engine.arguments import require_arguments
 from vexport.engine.dry.load import (
     CAPABILITIES,
     NOT_DRY,
@@ -90,12 +91,14 @@ class ServerTest:
         Raises:
             Inconclusive: the log lacks the beginning of a start, its version of vLLM is not at
                 hand, or vLLM's loaders cannot judge the checkpoint without a GPU.
-            InputError: the log is of another model.
+            InputError: the log is of another model, or vLLM does not accept the arguments in
+                `serve`.
             EngineFault: vLLM is missing, or dies.
         """
         require_beginning(log)
         self._require_version(log)
         require_same_model(log, self._names(log))
+        require_arguments([self.serve], self.vllm_python, dry=True)
         capabilities = self._capabilities(log)
         dry = _DryLoads(self, log, capabilities, on_progress)
         report = dry.report({}, toolkit=True)
