@@ -81,6 +81,12 @@ class ModelLayout:
         return {**self.linears, **self.tables}
 
     @cached_property
+    def optional_modules(self) -> set[str]:
+        """Modules with an optional weight, such as layers of a tower that vLLM does not run."""
+        pairs = map(split_name, self.optional)
+        return {module for module, parameter in pairs if parameter == "weight"}
+
+    @cached_property
     def known(self) -> set[str]:
         """Modules with a known tensor, with stars for numbers."""
         names = (*self.modules, *(split_name(name)[0] for name in self.parameters))

@@ -24,8 +24,9 @@ from vexport.records import (
 # layer's name applies to it (lm_head, vision towers, layers that predict further tokens, routers,
 # gates). unquantizable: the layer always stays unquantized. Either vLLM builds it without a
 # quantization config, or it is in `Architecture.routers` or a RENUMBERED layer, or it belongs to
-# experts with unknown names.
-Place = Literal["decoder", "outside", "unquantizable"]
+# experts with unknown names. tower: part of a tower of pictures or its projector, if the plan
+# includes them. A rule for all linear layers applies to it.
+Place = Literal["decoder", "tower", "outside", "unquantizable"]
 
 # Names of layers that predict further tokens. transformers drops these layers, and vLLM uses them
 # for speculative decoding. vLLM's classes ErnieMTP and MiMoMTP rename RENUMBERED layers: their
@@ -44,6 +45,8 @@ STACKED_EXPERTS: Mapping[str, str] = {
 # uses (vllm/model_executor/models/gpt_oss.py).
 CUSTOM_EXPERTS = frozenset({"GptOssForCausalLM"})
 UNNUMBERED = re.compile(r"\bexperts\.(?!\d+\.)")
+# Parts for sound in vLLM's names of modules, beside the parts for pictures.
+SOUND = re.compile(r"audio|speech|whisper")
 KEYS = "k_proj"
 HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
 # Names of layers that store queries, keys and values in a single weight.
@@ -78,6 +81,23 @@ class Names:
         if SENSITIVE_LAYERS.match(module) or not self.in_decoder(module):
             return "outside"
         return "decoder"
+
+    def in_tower(self, module: str) -> bool:
+        """Return True if vLLM can load a module beside the language model quantized.
+
+        Such modules are the linear layers of towers and projectors. vLLM looks up their names in
+        the quantization config.
+        """
+        name = self.vllm_name(module)
+        is_beside = bool(self.architecture.language_model) and not self._in_language_model(name)
+        return is_beside and self.architecture.kind(module) == "linear"
+
+    def place_with_tower(self, module: str) -> Place:
+        """Return the place of a linear layer in a plan that includes the tower of pictures."""
+        place = self.place(module)
+        if place != "outside" or SENSITIVE_LAYERS.match(module) or not self.in_tower(module):
+            return place
+        return "outside" if SOUND.search(self.vllm_name(module)) else "tower"
 
     def _is_unquantizable(self, module: str) -> bool:
         architecture = self.architecture

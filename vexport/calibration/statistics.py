@@ -9,7 +9,8 @@ faster over tokens. Reducing the floats over groups of 16 channels would take fi
 """
 
 import base64
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -253,10 +254,11 @@ def calibrate(
             rank, size = rank_and_size()
             rows_of_rank = samples.select(range(rank, len(samples.rows), size))
             text = walk.start(rows_of_rank, smoothing, stage=CALIBRATE, on_progress=on_progress)
-            with text as hidden:
+            with watched_tower(walk, plan, statistics), text as hidden:
                 watcher = StatisticsWatcher(walk, plan, statistics, cached)
                 walk.expect_steps(len(walk.layers) + watcher.watches_head)
-                walk.forward(hidden, watcher)
+                if watcher.watches_layers:
+                    walk.forward(hidden, watcher)
                 if watcher.watches_head:
                     walk.run_head(hidden, watcher)
             statistics.sync()
@@ -277,6 +279,26 @@ def calibrate(
     )
 
 
+@contextmanager
+def watched_tower(walk: LayerWalk, plan: Plan, statistics: Statistics) -> Iterator[None]:
+    """Add the inputs of a plan's groups in a tower to `statistics` inside the block.
+
+    All inputs count: a tower reads pictures, not tokens of the row. Raises CheckpointFailed for an
+    input that is not finite, and InputError if an input cannot be observed.
+    """
+    wanted = [group for group in plan.groups if group.in_tower and statistics.needs(group)]
+    inputs = GroupInputs(walk.places, wanted)
+    _require_reachable(inputs)
+
+    def take(module: str, value: Value) -> None:
+        for name, is_finite in statistics.add(inputs, module, value):
+            if not is_finite:
+                raise walk.not_finite_input(name)
+
+    with inputs.hooked(take, first_only=True):
+        yield
+
+
 class StatisticsWatcher:
     """Adds the inputs of a plan's layers to `statistics`, and keys and values to `cached`."""
 
@@ -292,12 +314,17 @@ class StatisticsWatcher:
         self._cached = cached
         self._watches_cache = bool(plan.kv_cache)
         self._watches_queries = plan.kv_cache == "fp8_attention"
-        wanted = [group for group in plan.groups if statistics.needs(group)]
+        wanted = [group for group in plan.groups if statistics.needs(group) and not group.in_tower]
         self._groups = walk.places.by_layer(wanted)
         # Names of linear layers that the current row has reached, with Boolean tensors that are
         # True if the layer's input is finite. Tensors let the host continue without waiting for a
         # GPU.
         self._finite: list[tuple[str, torch.Tensor]] = []
+
+    @property
+    def watches_layers(self) -> bool:
+        """Return True if rows must run through the decoder layers."""
+        return self._watches_cache or any(self._groups)
 
     @property
     def watches_head(self) -> bool:

@@ -215,7 +215,8 @@ class LayerWalk:
         Floats are in the model's dtype, as in vLLM.
         """
         done = 0
-        for sample in samples.pictures or [None] * len(samples.rows):
+        for index, sample in enumerate(samples.pictures or [None] * len(samples.rows)):
+            self._row = index
             if sample is None:
                 yield {}
                 continue
@@ -355,6 +356,17 @@ class LayerWalk:
             name = watched
             side = "input"
         return CheckpointFailed.of(rules.NOT_FINITE, name, row=self._rows[index], side=side)
+
+    def not_finite_input(self, module: str) -> VexportError:
+        """Return the error for an input of a module in front of the decoder layers.
+
+        The row that runs has a value that is not finite in this input. If a weight is not finite,
+        the error names the weight.
+        """
+        if weight := self._weight_not_finite():
+            return not_finite(weight)
+        row = self._rows[self._row]
+        return CheckpointFailed.of(rules.NOT_FINITE, module, row=row, side="input")
 
     def _weight_not_finite(self) -> str | None:
         """Return the stored name of a weight in memory that is not finite, or None."""

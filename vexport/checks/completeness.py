@@ -176,7 +176,8 @@ def _unexpected_tensors(view: CheckpointView, layout: ModelLayout) -> Iterator[s
     own_scales = tuple(method.cache_scales.values()) if method else ()
     for name in sorted(view.index.tensors.keys() - layout.parameters.keys() - layout.optional):
         module, parameter = split_name(name)
-        weight = parameter in WEIGHTS and module in layout.modules or UNREAD.search(name)
+        has_weight = module in layout.modules or module in layout.optional_modules
+        weight = parameter in WEIGHTS and has_weight or UNREAD.search(name)
         matrix = module.endswith((INPUT, OUTPUT)) and view.quantization.is_transform(module)
         read = weight or matrix and module.rpartition(".")[0] in layout.modules
         is_known = read or view.model.is_draft(name) or name.endswith(own_scales)

@@ -67,7 +67,8 @@ class FusionGroup:
     `name` is the fused module's name in vLLM (`model.layers.0.self_attn.qkv_proj`). A group with a
     single member has the member's name. `observer` finds the ranges of the weights.
     `input_observer` finds the ranges of inputs with static scales, if a rule names it. `strength`
-    and `ridge` are the settings of a refit, if a rule sets them.
+    and `ridge` are the settings of a refit, if a rule sets them. `in_tower` is True for layers of a
+    tower or projector, which run once per row in front of the decoder layers.
     """
 
     # The fields of a fused layer and of its `Treatment` are in a single flat object, because
@@ -82,10 +83,16 @@ class FusionGroup:
     input_observer_kwargs: Mapping[str, OptionValue] = field(default_factory=dict, hash=False)
     strength: float | None = None
     ridge: float | None = None
+    in_tower: bool = False
 
     @classmethod
     def from_layer(
-        cls, layer: FusedLayer, members: Sequence[LinearPlan], treatment: Treatment
+        cls,
+        layer: FusedLayer,
+        members: Sequence[LinearPlan],
+        treatment: Treatment,
+        *,
+        in_tower: bool = False,
     ) -> "FusionGroup":
         """Return a fused layer with a treatment. `members` are its linear layers with sizes."""
         return cls(
@@ -99,6 +106,7 @@ class FusionGroup:
             input_observer_kwargs=treatment.input_observer_kwargs,
             strength=treatment.strength,
             ridge=treatment.ridge,
+            in_tower=in_tower,
         )
 
     @property

@@ -39,7 +39,7 @@ from vexport.plan.shapes import (
 )
 from vexport.records import AttentionLayer, Finding, KvCache, OnUnsupportedShape
 from vexport.rules import architecture
-from vexport.rules.quantize import ALREADY_QUANTIZED
+from vexport.rules.quantize import ALREADY_QUANTIZED, NO_TOWER
 from vexport.words import first_and_more, plural
 
 if TYPE_CHECKING:
@@ -57,8 +57,9 @@ class PlanSettings:
     not fit. With `smaller_groups`, layers get the largest group size that fits before any layer is
     refused or kept. `kv_cache` is the dtype of a quantized KV cache and the granularity of its
     scales. `has_text` is True if there is calibration text. `smoothing` is the strength of
-    smoothing, or None for the schemes' default. `origin` determines whether the advice in refusals
-    names options or keys of a scenario.
+    smoothing, or None for the schemes' default. With `include_vision`, rules for all linear layers
+    also apply to the tower of pictures and its projector. `origin` determines whether the advice in
+    refusals names options or keys of a scenario.
     """
 
     ranks: Sequence[int] = (1,)
@@ -67,6 +68,7 @@ class PlanSettings:
     kv_cache: KvCache | None = None
     has_text: bool = False
     smoothing: float | None = None
+    include_vision: bool = False
     origin: Origin = "options"
 
     @property
@@ -91,17 +93,22 @@ def build_plan(
     notes list these layers.
 
     Raises InputError for a source that cannot be quantized: it is already quantized, or its class
-    is unknown. Raises InputErrors for rules that match no layer (see `require_matching_rules`).
+    is unknown, or its tower is included and it has none. Raises InputErrors for rules that match no
+    layer (see `require_matching_rules`).
     """
     _require_unquantized(index)
     architecture, notes = resolve(index.architecture, index.config)
     names = names_of(index, architecture)
     linears = {linear.name: linear for linear in find_linears(index, names)}
-    places = {name: names.place(name) for name in linears}
+    places = _places(linears, names, settings)
+    if settings.include_vision and "tower" not in places.values():
+        raise InputError.of(NO_TOWER, str(index.root))
     require_matching_rules(rules, places)
     layers = fuse(linears, architecture)
     chosen = {
-        name: choose_treatment(rules, name, place, has_text=settings.has_text)
+        name: choose_treatment(
+            rules, name, place, has_text=settings.has_text, in_tower=names.in_tower(name)
+        )
         for name, place in places.items()
     }
     rule_refusals = [*_mixed_treatments(layers, chosen), *_unquantizable(chosen, places)]
@@ -110,7 +117,8 @@ def build_plan(
         treatment = chosen[layer.members[0]]
         if treatment is not None:
             members = [linears[member] for member in layer.members]
-            groups.append(FusionGroup.from_layer(layer, members, treatment))
+            in_tower = names.in_tower(layer.members[0])
+            groups.append(FusionGroup.from_layer(layer, members, treatment, in_tower=in_tower))
     groups, fitted, shape_refusals = _fit_groups(groups, names, settings)
     rows = {name: linear.out_features for name, linear in linears.items()}
     attention: tuple[AttentionLayer, ...] = ()
@@ -147,13 +155,21 @@ def build_plan(
     )
 
 
-def hidden_rule_notes(index: SourceIndex, rules: Sequence["Rule"]) -> tuple[Finding, ...]:
+def _places(linears: Iterable[str], names: Names, settings: PlanSettings) -> dict[str, Place]:
+    place = names.place_with_tower if settings.include_vision else names.place
+    return {name: place(name) for name in linears}
+
+
+def hidden_rule_notes(
+    index: SourceIndex, rules: Sequence["Rule"], settings: PlanSettings
+) -> tuple[Finding, ...]:
     """Return the warnings of `hidden_rules` for a source."""
     if len(rules) < 2:
         return ()
     architecture, _ = resolve(index.architecture, index.config)
     names = names_of(index, architecture)
-    places = {linear.name: names.place(linear.name) for linear in find_linears(index, names)}
+    linears = (linear.name for linear in find_linears(index, names))
+    places = _places(linears, names, settings)
     return tuple(hidden_rules(rules, places))
 
 

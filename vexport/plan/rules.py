@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import HEADS, is_head
@@ -53,19 +53,22 @@ OPTIONAL_LAYERS = re.compile(
 
 
 def choose_treatment(
-    rules: Sequence["Rule"], name: str, place: Place, *, has_text: bool
+    rules: Sequence["Rule"], name: str, place: Place, *, has_text: bool, in_tower: bool = False
 ) -> Treatment | None:
     """Return the treatment of a linear layer by the first rule that matches it.
 
     Returns None if the layer stays unquantized. The rule `Linear` matches only linear layers inside
-    decoder layers. If vLLM builds a layer unquantized, only a rule with the layer's name matches
-    it, and `build_plan` refuses the rule. If a rule sets no rounding and there is calibration text,
-    weights of fewer than 8 bits are refitted.
+    decoder layers, and in a tower that the plan includes. If vLLM builds a layer unquantized, only
+    a rule with the layer's name matches it, and `build_plan` refuses the rule. If a rule sets no
+    rounding and there is calibration text, weights of fewer than 8 bits are refitted. Layers in a
+    tower are always rounded to nearest.
     """
     rule = next((rule for rule in rules if _applies(rule, name, place)), None)
     if rule is None or rule.scheme == KEEP:
         return None
     rounding = rule.method or default_rounding(rule.scheme, has_text=has_text)
+    if in_tower:
+        rounding = "nearest"
     # A rule with `scheme: auto` may name an input observer. The observer is ignored if the selected
     # scheme has no static input scales.
     scheme = get_scheme(rule.scheme)
@@ -108,7 +111,7 @@ def default_observer(scheme: str, rounding: Rounding) -> str:
 
 def _applies(rule: "Rule", name: str, place: Place) -> bool:
     """Return True if a rule applies to a layer, regardless of earlier rules."""
-    if rule.match == LINEAR and place != "decoder":
+    if rule.match == LINEAR and place not in ("decoder", "tower"):
         return False
     if rule.match.startswith(REGEX_PREFIX) and place == "unquantizable":
         return False
@@ -186,8 +189,9 @@ def smoothing_strength(
 
     The result is 0 if nothing is quantized, or else a given `strength`. If `strength` is None, the
     result is `STRENGTH` if there is text and quantization of a group's inputs loses much accuracy,
-    or else 0.
+    or else 0. Layers in a tower are not smoothed.
     """
+    groups = [group for group in groups if not group.in_tower]
     if strength is not None:
         return strength if groups else 0.0
     return STRENGTH if has_text and any(map(_has_lossy_inputs, groups)) else 0.0
@@ -196,8 +200,10 @@ def smoothing_strength(
 def smoothed_groups(groups: Sequence[FusionGroup]) -> tuple[FusionGroup, ...]:
     """Return the groups whose inputs lose much accuracy when they are quantized.
 
-    If there are no such groups, return all groups, because smoothing also helps weights.
+    If there are no such groups, return all groups, because smoothing also helps weights. Layers in
+    a tower are not smoothed.
     """
+    groups = [group for group in groups if not group.in_tower]
     return tuple(filter(_has_lossy_inputs, groups)) or tuple(groups)
 
 
@@ -294,6 +300,17 @@ def statistics_need(plan: Plan) -> CalibrationNeed | None:
                 where=where, samples="samples to measure the importance of input channels"
             )
     return None
+
+
+def without_tower(plan: Plan) -> Plan:
+    """Return a plan without the groups in a tower."""
+    return replace(plan, groups=tuple(group for group in plan.groups if not group.in_tower))
+
+
+def only_tower(plan: Plan) -> Plan:
+    """Return a plan with nothing but its groups in a tower."""
+    groups = tuple(group for group in plan.groups if group.in_tower)
+    return replace(plan, groups=groups, kv_cache=None, attention=(), smoothing=0.0)
 
 
 def rounds_with_text(plan: Plan) -> bool:

@@ -105,6 +105,7 @@ def rules_and_settings(
         on_unsupported_shape=request.on_unsupported_shape,
         kv_cache=request.kv_cache,
         smoothing=request.smoothing,
+        include_vision=request.include_vision,
     )
     if request.scheme is not None:
         return scheme_rules(request), settings
@@ -149,6 +150,7 @@ def scenario_settings(scenario: Scenario) -> PlanSettings:
         kv_cache=scenario.kv_cache,
         has_text=scenario.calibration is not None,
         smoothing=scenario.smoothing,
+        include_vision=scenario.include_vision,
         origin="scenario",
     )
 
@@ -335,7 +337,7 @@ def plan_source(
     """Read a source's headers and plan. Raises InputError if the source or a rule is unusable."""
     index = source_index(source, rules, on_progress, trust_remote_code=trust_remote_code)
     plan = build_plan(index, rules, settings)
-    return index, replace(plan, notes=(*plan.notes, *hidden_rule_notes(index, rules)))
+    return index, replace(plan, notes=(*plan.notes, *hidden_rule_notes(index, rules, settings)))
 
 
 def plan_headers(

@@ -281,6 +281,8 @@ def recipe(
         scenario["kv_cache"] = plan.kv_cache
     if job.planning.smoothing is not None:
         scenario["smoothing"] = job.planning.smoothing
+    if job.planning.include_vision:
+        scenario["include_vision"] = True
     if settings is not None and calibration is not None:
         scenario["calibration"] = _recorded(settings, folder)
     content: dict[str, Json] = {

@@ -80,8 +80,10 @@ def find_layer_groups(
     """Return the layer groups that rules quantize or leave to `auto`, in plan order.
 
     Raises InputError if vLLM could not run the plan of the rules, or if no candidate fits a layer
-    group that may not stay unquantized.
+    group that may not stay unquantized. Losses of towers are not measured, so there are no layer
+    groups for a tower that only `include_vision` quantizes.
     """
+    settings = replace(settings, include_vision=False)
     fixed = build_plan(index, _with_auto_scheme(rules, KEEP), settings)
     candidates = auto.candidates if auto else ()
     plans = {

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +17,16 @@ from vexport.plan.duration import duration_line
 from vexport.plan.rules import (
     SMOOTHING_ROWS,
     TOKEN_WEIGHT_ROWS,
+    only_tower,
     rounds_with_text,
     smoothed_groups,
+    without_tower,
 )
-from vexport.quantize.samples import calibration_samples, require_calibration
+from vexport.quantize.samples import (
+    calibration_samples,
+    require_calibration,
+    require_pictures,
+)
 from vexport.quantize.warnings import little_text_of_plan
 from vexport.records import CalibrationRecord, OnProgress, Smoothing
 from vexport.records.calibration import RoundingReport
@@ -37,8 +42,8 @@ LOG = logging.getLogger(__name__)
 class PlanCalibration:
     """Calibration samples of a plan, and the steps that run them through the model.
 
-    Raises the errors of `require_calibration` and `calibration_samples`. Raises InputError if the
-    samples need too much memory while weights are rounded.
+    Raises the errors of `require_calibration`, `calibration_samples` and `require_pictures`. Raises
+    InputError if the samples need too much memory while weights are rounded.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class PlanCalibration:
         self.samples = calibration_samples(
             index, settings, settings.samples, trust_remote_code=trust_remote_code
         )
+        require_pictures(plan, self.samples)
         short = little_text_of_plan(plan, self.samples.counted_tokens)
         for note in (*self.samples.notes, short) if rank_and_size()[0] == 0 else ():
             if note is not None:
@@ -109,15 +115,16 @@ class PlanCalibration:
     def calibrate(self, candidates: Sequence[FusionGroup] = ()) -> CalibrationRecord:
         """Return the statistics of the samples before weights are rounded.
 
-        If the plan rounds weights by text, this method computes only smoothing and token weights.
-        The other statistics are collected while rounding. With `candidates` the statistics of the
-        whole plan are collected, and the inputs of the candidates are smoothed.
+        If the plan rounds weights by text, this method computes only smoothing, token weights and
+        the statistics of a tower. The other statistics are collected while rounding. With
+        `candidates` the statistics of the whole plan are collected, and the inputs of the
+        candidates are smoothed.
         """
         from vexport.calibration import calibrate
 
         plan = self.plan
         if rounds_with_text(plan) and not candidates:
-            plan = replace(plan, groups=(), kv_cache=None)
+            plan = only_tower(plan)
         smoothing, token_weights = self._find_smoothing(candidates)
         return calibrate(
             self.walk,
@@ -176,7 +183,7 @@ class PlanCalibration:
 
         return round_weights(
             self.walk,
-            self.plan,
+            without_tower(self.plan),
             calibration,
             self.samples,
             folder,

@@ -6,9 +6,11 @@ from vexport.architectures.config import vocab_size
 from vexport.calibration.data import require_rows
 from vexport.calibration.pictures import sees_pictures
 from vexport.checkpoint.index import SourceIndex
+from vexport.errors import InputError
 from vexport.errors.extras import require_extra
 from vexport.formats.plan import Plan
-from vexport.plan.rules import calibration_need
+from vexport.plan.rules import calibration_need, only_tower, statistics_need
+from vexport.rules.quantize import NO_PICTURES
 from vexport.scenario import Calibration
 
 if TYPE_CHECKING:
@@ -22,6 +24,14 @@ def require_calibration(plan: Plan, settings: Calibration | None) -> None:
         raise need.missing()
     for data in settings.sources() if settings is not None else ():
         require_rows(data)
+
+
+def require_pictures(plan: Plan, samples: "Samples") -> None:
+    """Raise InputError if statistics of a tower are needed and no sample has pictures."""
+    need = statistics_need(only_tower(plan))
+    if need and not any(samples.pictures):
+        tower = next(group for group in plan.groups if group.in_tower)
+        raise InputError.of(NO_PICTURES, tower.name, reason=need.where)
 
 
 def calibration_samples(

@@ -14,6 +14,17 @@ NO_CALIBRATION = Rule(
     do="add --calibration DATA (in a scenario `calibration:`); `default` is the text that ships "
     "with vexport",
 )
+NO_TOWER = Rule(
+    "quantize/no-tower",
+    got="no tower or projector for pictures that vLLM can load quantized",
+    do="leave out --include-vision (in a scenario `include_vision:`)",
+)
+NO_PICTURES = Rule(
+    "quantize/no-pictures",
+    got="no calibration row has pictures, but {reason} needs the inputs of the tower",
+    do="calibrate on rows with pictures, or use a scheme without static scales (and an observer "
+    "that needs no importance)",
+)
 FOLDER_REPLACED = Rule(
     "quantize/folder-replaced",
     got="the folder was replaced while it was being written",

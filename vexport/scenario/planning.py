@@ -53,6 +53,14 @@ SmoothingSetting = Annotated[
         more="See [smoothing](rounding.md#smoothing).",
     ),
 ]
+IncludeVisionSetting = Annotated[
+    bool,
+    Option(
+        "Also quantize the tower of pictures and its projector.",
+        "Scheme",
+        more="See [pictures](pictures.md#quantizing-the-tower).",
+    ),
+]
 
 
 def _ranks(value: Names) -> tuple[int, ...]:
@@ -103,6 +111,7 @@ class Planning(ScenarioSection):
     kv_cache: KvCacheSetting = None
     on_unsupported_shape: UnsupportedShapeSetting = "refuse"
     smoothing: SmoothingSetting = None
+    include_vision: IncludeVisionSetting = False
     revision: RevisionSetting = None
     tp: RanksSetting = (1,)
 

@@ -231,7 +231,7 @@ InputObserverSetting = Annotated[
     str | None,
     AfterValidator(_known_observer),
     Option(
-        "Observer that chooses static scales of inputs.",
+        "Observer of static input scales.",
         "Scheme",
         metavar="O",
         unset="`static_minmax`",

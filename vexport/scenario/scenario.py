@@ -17,6 +17,7 @@ from vexport.scenario.declaring import Key
 from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.model_names import SourceSetting
 from vexport.scenario.planning import (
+    IncludeVisionSetting,
     KvCacheSetting,
     RevisionSetting,
     SmoothingSetting,
@@ -78,6 +79,7 @@ class Scenario(ScenarioSection):
     on_unsupported_shape: UnsupportedShapeSetting = "refuse"
     kv_cache: KvCacheSetting = None
     smoothing: SmoothingSetting = None
+    include_vision: IncludeVisionSetting = False
     calibration: Annotated[
         Calibration | None,
         Key(
@@ -123,6 +125,10 @@ class Scenario(ScenarioSection):
             need = "a rule with scheme: auto, to which this section applies"
             fix = "add such a rule, or remove the section"
             raise located_error("auto", self.auto.model_dump(mode="json"), need, fix)
+        if self.is_mixed and self.include_vision:
+            need = "rules with named schemes, because losses of towers are not measured"
+            fix = "remove include_vision, or the rule with scheme: auto"
+            raise located_error("include_vision", True, need, fix)
         if self.calibration is None and (self.is_mixed or self.sensitivity):
             need = "text on which the loss of each group of layers is measured"
             raise located_error("calibration", None, need, "add calibration: {data: default}")
