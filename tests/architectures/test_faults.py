@@ -422,6 +422,12 @@ def test_lookup(name: str) -> None:
         ),
         (100, RunningLayer(name="experts", group="experts", kernel="CutlassExpertsMxfp4")),
         (89, RunningLayer(name="experts", group="experts", kernel="TritonExperts")),
+        (
+            120,
+            RunningLayer(
+                name="experts", group="experts", kernel="TritonExperts", stored="W8A8", blocks=True
+            ),
+        ),
     ],
 )
 def test_layers_without_fault(sm: int, layer: RunningLayer) -> None:

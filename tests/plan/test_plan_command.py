@@ -4,6 +4,7 @@ import json
 import re
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -18,10 +19,10 @@ from vexport.scenario import read_scenario
 from vexport.scenario.shipped import PACKAGE, demo_files
 
 
-def valid(name: str, text: str) -> dict[str, object]:
+def valid(name: str, text: str) -> dict[str, Any]:
     """Return the JSON of a command, validated with the committed schema."""
     schema = json.loads(files("vexport.reports").joinpath(f"{name}.schema.json").read_text())
-    answer: dict[str, object] = json.loads(text)
+    answer: dict[str, Any] = json.loads(text)
     jsonschema.validate(answer, schema)
     return answer
 
@@ -231,10 +232,18 @@ def test_recommendation_follows_capability(sm: str, eight: str, four: str, llama
 def test_plan_for_one_gpu(llama: Path) -> None:
     ran = vexport("plan", llama, "--gpu", "H100,L4")
     assert ran.code == 2
-    assert "one name to --gpu" in ran.errors[0]
+    assert_contains(ran.errors[0], "usage/one-gpu", "2 compute capabilities")
     ran = vexport("plan", llama, "--scheme", "NVFP4", "--gpu", "H100")
     assert ran.code == 0
     assert "on SM 90 (Hopper): NVFP4 inputs in 16 bits" in ran.stdout
+
+
+def test_plan_json_has_known_faults(llama: Path) -> None:
+    call = ("plan", llama, "--scheme", "MXFP4A16", "--format", "json")
+    (fault,) = valid("plan", vexport(*call, "--sm", "100").stdout)["faults"]
+    assert fault["rule"] == "faults/fewer-bits"
+    for elsewhere in (("--sm", "80"), ()):
+        assert valid("plan", vexport(*call, *elsewhere).stdout)["faults"] == []
 
 
 @pytest.mark.parametrize(

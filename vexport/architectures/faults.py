@@ -57,7 +57,7 @@ class RunningLayer:
 
     `stored` and `runs` are precisions such as W4A16. `sides` are the rows (out_features) and
     columns of the weight on a rank. Unknown values are empty. `gated` is False for experts whose
-    activation has no gate.
+    activation has no gate. `blocks` is True if each block of the weight has a scale.
     """
 
     name: str
@@ -67,6 +67,7 @@ class RunningLayer:
     runs: str = ""
     sides: tuple[int, ...] = ()
     gated: bool = True
+    blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,7 +439,7 @@ _ENTRIES = (
     Fault(
         name="fp8-experts-sm12x",
         effect="slow",
-        layers="experts in FP8",
+        layers="experts in FP8, not in blocks",
         library="Triton",
         what="vLLM does not use CUTLASS's kernels for experts in FP8 on this GPU",
         remedy="measure speed on this GPU, or store the experts in NVFP4",
@@ -448,7 +449,8 @@ _ENTRIES = (
         kernels=re.compile(r"(?i)^triton(experts)?$"),
         predicate=_no_grouped_gemm_on_120,
         sms=(120, 121),
-        concerns=lambda layer: layer.stored in ("", "W8A8"),
+        # CUTLASS has no kernels for experts in blocks on any GPU (CutlassExpertsFp8Base).
+        concerns=lambda layer: layer.stored in ("", "W8A8") and not layer.blocks,
     ),
     Fault(
         name="mxfp4-experts-sm103",

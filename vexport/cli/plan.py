@@ -102,7 +102,8 @@ def plan(
 
     SOURCE is a folder or a hub id. Only headers are read. Without --scheme, the output compares all
     schemes. The options of `quantize` change the plan. For example, --calibration changes how
-    weights of fewer than 8 bits are rounded.
+    weights of fewer than 8 bits are rounded. With --gpu or --sm, the output has known faults of the
+    supported version of vLLM.
 
     \b
     Examples:

@@ -140,7 +140,7 @@ class Plan:
     unquantized layers. `attention` lists the layers that get scales for the KV cache, and is
     empty if `kv_cache` is None. `smoothing` is the strength of smoothing before quantization, or 0
     for none. `faults` are the known faults of vLLM in these layers on the GPU of the plan, if it is
-    for a GPU. The JSON does not contain them.
+    for a GPU.
     """
 
     schema: Literal["vexport.plan/1"] = "vexport.plan/1"
@@ -158,7 +158,7 @@ class Plan:
     kv_cache: KvCache | None = None
     attention: tuple[AttentionLayer, ...] = ()
     smoothing: float = 0.0
-    faults: tuple[Finding, ...] = field(default=(), metadata={"exclude": True})
+    faults: tuple[Finding, ...] = ()
 
     @property
     def used_schemes(self) -> tuple[Scheme, ...]:

@@ -78,7 +78,9 @@ def on_gpu(layer: RunningLayer, version: Version, args: Arguments, sm: int) -> R
     cell = next(filter(None, cells), None)
     if cell is None or not cell.kernel:
         return None
-    return replace(layer, kernel=cell.kernel, runs=cell.precision)
+    return replace(
+        layer, kernel=cell.kernel, runs=cell.precision, blocks=args.weights.block is not None
+    )
 
 
 def _parts(layer: RunningLayer) -> Iterator[Part]:

@@ -71,6 +71,7 @@ def faulty_layers(model: torch.nn.Module, sm: int) -> tuple[FaultyLayer, ...]:
             runs=kind.runs,
             sides=_sides(layer),
             gated=getattr(getattr(layer, "moe_config", None), "is_act_and_mul", True),
+            blocks=getattr(layer, "weight_block_size", None) is not None,
         )
         for layer, kind in _layers(model)
     )

@@ -46,8 +46,10 @@ _GIB = 2**30
 MEMORY_BYTES = 4 * _GIB
 _TOO_LARGE = f"building the model takes more than {MEMORY_BYTES // _GIB} GiB of memory"
 _TOO_SLOW = "building and loading the model takes more than {} s"
-# Modules that vLLM imports for every model: the simplest model class, and the attention backends.
+# Modules that vLLM imports for every model: compilation, which asks for a CUDA toolkit when it is
+# imported, the simplest model class, and the attention backends.
 _EVERY_CELL = (
+    "vllm.compilation.backends",
     "vllm.model_executor.models.llama",
     "vllm.v1.attention.backends.flash_attn",
     "vllm.v1.attention.backends.flashinfer",
