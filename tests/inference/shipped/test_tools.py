@@ -163,6 +163,13 @@ GOOD: dict[str, JsonObject] = {
 }
 
 
+def test_list_without_items() -> None:
+    values: Json = {"type": "array", "maxItems": 0}
+    schema: Json = {"type": "object", "properties": {"a": values}, "required": ["a"]}
+    function: Json = {"name": "t", "parameters": schema}
+    assert arguments_for({"type": "function", "function": function}, Random(0)) == {"a": []}
+
+
 @pytest.mark.parametrize("kind", GOOD)
 def test_arguments_fit_the_schema(kind: str) -> None:
     schema = GOOD[kind]
@@ -181,6 +188,11 @@ def test_arguments_fit_the_schema(kind: str) -> None:
         {"allOf": [{"$ref": "#/properties/a"}]},
         {"type": "integer", "minimum": 9, "maximum": 3},
         {"not": {}},
+        {"type": "number", "multipleOf": 100, "minimum": 1, "maximum": 50},
+        {"type": "number", "multipleOf": 1e-320},
+        {"type": "number", "minimum": -1.7e308, "maximum": 1.7e308},
+        {"type": "string", "minLength": 1_000_000_000},
+        {"type": "array", "minItems": 1_000_000_000},
     ],
 )
 def test_impossible_arguments_are_refused(value: Json) -> None:

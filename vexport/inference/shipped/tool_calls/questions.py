@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from random import Random
+from time import monotonic
 
 from vexport.errors import InputError
 from vexport.inference.shipped.base import Conversation, Document, JsonObject, ShippedPart
@@ -29,6 +30,8 @@ DOCUMENTS = 500
 _LEAST_SETS = 8
 # Number of attempts to make arguments that fit a schema.
 _ATTEMPTS = 30
+# No further attempt begins after this time. A schema may have slow regular expressions.
+_SECONDS = 4.0
 _DIGITS = 16
 
 
@@ -85,6 +88,7 @@ def arguments_for(tool: JsonObject, chooser: Random) -> dict[str, Json]:
     """
     schema = parameters_of(tool)
     reason = ""
+    end = monotonic() + _SECONDS
     for _ in range(_ATTEMPTS):
         try:
             made = ValueMaker(schema, chooser).arguments()
@@ -94,6 +98,8 @@ def arguments_for(tool: JsonObject, chooser: Random) -> dict[str, Json]:
         reason = schema_problem(made, schema)
         if not reason:
             return made
+        if monotonic() > end:
+            break
     raise InputError.of(rules.NO_ARGUMENTS, f"tool {name_of(tool)}", reason=reason)
 
 

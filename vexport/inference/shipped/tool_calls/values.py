@@ -1,6 +1,7 @@
 """Make values that fit a JSON schema, at random."""
 
 from collections.abc import Callable, Mapping
+from math import isfinite
 from random import Random
 from typing import NamedTuple
 
@@ -9,6 +10,9 @@ from vexport.records import Json
 
 # Optional values below this depth are left out. A schema may refer to itself.
 _MOST_LEVELS = 4
+# A longer list or text does not fit in a response.
+_MOST_ITEMS = 100
+_MOST_CHARACTERS = 1000
 _WORDS = (
     *("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "harbor", "iris", "juniper"),
     *("kestrel", "lagoon", "maple", "nectar", "orchid", "pebble", "quartz", "river", "saffron"),
@@ -52,7 +56,10 @@ class ValueMaker:
 
         Raises CannotMake if a required parameter has a schema that no value is known for.
         """
-        made = self._make(dict(self._root), _Place("", 0))
+        try:
+            made = self._make(dict(self._root), _Place("", 0))
+        except OverflowError:
+            raise CannotMake("a limit that is too large for a number") from None
         if not isinstance(made, dict):
             raise CannotMake("the schema is not that of an object")
         return made
@@ -130,7 +137,9 @@ class ValueMaker:
         return made
 
     def _array(self, schema: JsonObject, place: _Place) -> list[Json]:
-        least = _whole(schema.get("minItems"), 1)
+        least = _whole(schema.get("minItems"), min(1, _whole(schema.get("maxItems"), 1)))
+        if least > _MOST_ITEMS:
+            raise CannotMake(f"a list of at least {least:,} items, more than {_MOST_ITEMS}")
         most = max(least, min(_whole(schema.get("maxItems"), least + 2), least + 2))
         made: list[Json] = []
         inner = _Place(place.key, place.level + 1)
@@ -153,12 +162,21 @@ class ValueMaker:
         low, high = _range(schema, 1, 60)
         step = schema.get("multipleOf")
         if isinstance(step, int | float) and step > 0:
-            return float(self._chooser.randint(int(low // step) + 1, int(high // step)) * step)
-        return round(self._chooser.uniform(low, high), 1)
+            first = int(low // step) + 1
+            made = float(self._chooser.randint(first, max(first, int(high // step))) * step)
+        else:
+            made = round(self._chooser.uniform(low, high), 1)
+        if not isfinite(made):
+            raise OverflowError
+        return made
 
     def _text(self, schema: JsonObject, place: _Place) -> str:
         made = self._formatted(str(schema.get("format")), place.key.lower())
         least, most = _whole(schema.get("minLength"), 0), _whole(schema.get("maxLength"), 1 << 16)
+        if least > _MOST_CHARACTERS:
+            raise CannotMake(
+                f"a text of at least {least:,} characters, more than {_MOST_CHARACTERS:,}"
+            )
         while len(made) < least:
             made = f"{made} {self._word()}"
         return made[:most]
