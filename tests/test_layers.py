@@ -53,7 +53,7 @@ LATE_IMPORTS = {
     "scores": ("pyarrow", "sacrebleu"),
     "reports": ("huggingface_hub", "vexport"),
     "inference": (
-        *("vllm", "lm_eval", "datasets", "jsonschema", "referencing", "torch", "vexport"),
+        *("vllm", "lm_eval", "datasets", "jsonschema", "PIL", "referencing", "torch", "vexport"),
     ),
 }
 HEAVY = (

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command import vexport
+from tests.inference.test_picture_tasks import write_files
 from tests.judge.faults import DEMO
 from tests.models import quantize
 from tests.texts import assert_contains
@@ -82,3 +83,28 @@ def test_text_model_is_refused(tmp_path: Path) -> None:
     ran = vexport("eval", DEMO / "model", "--baseline", DEMO / "model", "--task", "sight")
     assert ran.code == 2
     assert_contains(ran.stderr, "LlamaForCausalLM", "the task sight", rules.TEXT_MODEL.id)
+
+
+def test_task_with_pictures_gets_the_responses_of_sight(tmp_path: Path) -> None:
+    task = write_files(tmp_path / "tasks", 60)
+    begun = tmp_path / "tasks/begun.yaml"
+    begun.write_text(task.read_text().replace("looks\n", "begun\n") + "gen_prefix: 'It is'\n")
+    named = ("--task", f"looks,{begun},sight", "--include-path", task.parent, "--limit", 60)
+    given = ("--baseline", MODEL, "--no-attribution", "--output-dir", tmp_path / "out", "--quiet")
+    ran = vexport("eval", MODEL, *named, *given, "--margin", "0.2", "--format", "json")
+    assert ran.code in (0, 3), ran.stderr
+    tasks = {each["task"]: each for each in json.loads(ran.stdout)["tasks"]}
+    assert tasks["looks"]["baseline"]["value"] > 0.9
+    assert tasks["looks"]["baseline"]["value"] == tasks["sight"]["baseline"]["value"]
+    assert (tasks["looks"]["outcome"], tasks["looks"]["documents"]) == ("PASS", 60)
+    assert tasks["begun"]["documents"] == 60
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_text_model_is_refused_by_a_task_with_pictures(is_named: bool, tmp_path: Path) -> None:
+    task = write_files(tmp_path / "tasks", 2)
+    named = ("--task", task.stem if is_named else task, "--include-path", task.parent)
+    folders = ("--baseline", DEMO / "model", "--output-dir", tmp_path / "out")
+    ran = vexport("eval", DEMO / "model", *named, *folders)
+    assert ran.code == 2
+    assert_contains(ran.stderr, "the task looks", rules.TEXT_MODEL.id)

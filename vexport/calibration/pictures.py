@@ -138,7 +138,7 @@ def open_picture(data: bytes, picture: Picture) -> "PIL.Image.Image":
             if width * height > most:
                 raise PIL.Image.DecompressionBombError(f"{width:,} x {height:,} pixels")
             image.load()
-            return _in_rgb(PIL.ImageOps.exif_transpose(image))
+            return in_rgb(PIL.ImageOps.exif_transpose(image))
     except PIL.Image.DecompressionBombError as error:
         reason = f"{picture.field}: a picture with more than {most:,} pixels ({first_line(error)})"
         raise RowError(reason, rules.PICTURE_SIZE) from None
@@ -150,7 +150,8 @@ def open_picture(data: bytes, picture: Picture) -> "PIL.Image.Image":
         raise _error(picture, f"a broken picture ({first_line(error)})") from None
 
 
-def _in_rgb(image: "PIL.Image.Image") -> "PIL.Image.Image":
+def in_rgb(image: "PIL.Image.Image") -> "PIL.Image.Image":
+    """Return a picture in RGB. Transparent pixels become white."""
     import PIL.Image
 
     if not image.has_transparency_data:

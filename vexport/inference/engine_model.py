@@ -21,6 +21,7 @@ from vexport.rules import sight as rules
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.config import ModelConfig
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput
     from vllm.tokenizers import TokenizerLike
@@ -104,18 +105,21 @@ class EngineModel(Model):
             chosen = [parameters[at] for at in texts]
             answers = self._llm.generate(prompts, chosen, use_tqdm=False)
             outputs |= zip(texts, answers, strict=True)
-        pictured = [at for at, each in enumerate(questions) if each.chat_options]
-        if pictured:
+        pictured: dict[str, list[int]] = {}
+        for at, each in enumerate(questions):
+            if each.chat_options:
+                pictured.setdefault(repr(each.chat_options), []).append(at)
+        for places in pictured.values():
             answers = self._chat(
-                [questions[at] for at in pictured], [parameters[at] for at in pictured]
+                [questions[at] for at in places], [parameters[at] for at in places]
             )
-            outputs |= zip(pictured, answers, strict=True)
+            outputs |= zip(places, answers, strict=True)
         return [outputs[at] for at in range(len(questions))]
 
     def _chat(
         self, questions: Sequence[Question], parameters: "Sequence[SamplingParams]"
     ) -> "list[RequestOutput]":
-        """Run conversations with pictures.
+        """Run conversations with pictures that have the same options.
 
         Raises InputError if the model or its chat template do not take them.
         """
@@ -171,6 +175,13 @@ class EngineModel(Model):
     def _draft_totals(self) -> DraftCounts:
         metrics = self._llm.get_metrics()
         return draft_counts({metric.name: getattr(metric, "value", 0) for metric in metrics})
+
+
+def require_pictures(config: "ModelConfig", task: str) -> None:
+    """Raise InputError if the model takes no pictures."""
+    if not config.is_multimodal_model:
+        architecture = ", ".join(config.architectures)
+        raise InputError.of(rules.TEXT_MODEL, config.model, architecture=architecture, task=task)
 
 
 def top_tokens(vocabulary: int, longest: int) -> int:

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Never
 
 from vexport.engine import worker
 from vexport.engine.messages import SessionRequest, SessionResult
-from vexport.errors import InputError
-from vexport.inference.shipped import takes_pictures
+from vexport.inference.tasks import pictured_task
 from vexport.records import OnProgress
-from vexport.rules import sight as rules
 from vexport.scenario.serve import EngineArguments
 
 if TYPE_CHECKING:
@@ -62,8 +60,12 @@ def check_request(arguments: EngineArguments, request: SessionRequest) -> None:
     Also raise InputError if vLLM does not have the requested parser of tool calls, or if a task has
     pictures and the model takes none.
     """
-    if task := takes_pictures(request.tasks):
-        require_pictures(arguments, task)
+    if task := pictured_task(request.tasks):
+        from vllm.engine.arg_utils import EngineArgs
+
+        from vexport.inference.engine_model import require_pictures
+
+        require_pictures(EngineArgs(**arguments).create_model_config(), task)
     if request.lm_eval.tool_call_parser is not None:
         from vexport.inference.shipped.tool_calls.parser import require_parser
 
@@ -74,17 +76,6 @@ def check_request(arguments: EngineArguments, request: SessionRequest) -> None:
     from vexport.inference.silent_model import SilentModel
 
     require_accepted_questions(SilentModel(arguments), constructor_arguments(arguments), request)
-
-
-def require_pictures(arguments: EngineArguments, task: str) -> None:
-    """Raise InputError if the model takes no pictures."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    config = EngineArgs(**arguments).create_model_config()
-    if not config.is_multimodal_model:
-        architecture = ", ".join(config.architectures)
-        where = str(arguments["model"])
-        raise InputError.of(rules.TEXT_MODEL, where, architecture=architecture, task=task)
 
 
 def main(arguments: list[str]) -> Never:

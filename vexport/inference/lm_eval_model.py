@@ -12,6 +12,7 @@ import jinja2
 from pydantic import JsonValue
 
 from vexport.errors import InputError
+from vexport.inference.engine_model import require_pictures
 from vexport.inference.model import Model, Question, override_attribute
 from vexport.inference.shipped.base import Conversation
 from vexport.inference.shipped.tool_calls.parser import with_parsed_calls
@@ -93,7 +94,7 @@ class ServedChat:
             return self._rendered(others, add_generation_prompt)
 
     def ask_conversations(self, requests: Sequence["Instance"]) -> list[FinishedText]:
-        """Return the responses to requests of shipped tasks."""
+        """Return the responses to requests with conversations."""
         if not requests:
             return []
         _begin_step(self.model_behind, requests, len(requests))
@@ -118,13 +119,14 @@ class ServedChat:
         stops = [eos] if self.think_end_token else until
         prompt: list[int] = []
         options: Mapping[str, Json] = {}
-        if request.conversation.has_pictures and not self.model_behind.takes_messages:
-            options = self._chat_options()
-        elif not self.model_behind.takes_messages:
+        if self.model_behind.takes_messages:
+            given |= self._rendering(request.conversation)
+        elif request.conversation.has_pictures:
+            require_pictures(self.model_behind.llm_engine.model_config, str(request.task_name))
+            options = self._chat_options(request.conversation)
+        else:
             (prompt,) = self.tok_encode([self._rendered_conversation(request.conversation)])
             _require_room(request, len(prompt), new, self.max_length)
-        elif self.enable_thinking is not None:
-            given["chat_template_kwargs"] = {"enable_thinking": self.enable_thinking}
         parameters = vllm_causallms.SamplingParams(max_tokens=new, stop=stops, **given)
         question = Question(
             prompt=prompt,
@@ -134,16 +136,30 @@ class ServedChat:
         )
         return question, until
 
-    def _chat_options(self) -> Mapping[str, Json]:
+    def _rendering(self, conversation: Conversation) -> Mapping[str, Json]:
+        """Return the parameters of the chat API that render a conversation as `_rendered` does."""
+        parameters: dict[str, Json] = {}
+        if self.enable_thinking is not None:
+            parameters["chat_template_kwargs"] = {"enable_thinking": self.enable_thinking}
+        if conversation.begins_response:
+            parameters |= {"add_generation_prompt": False, "continue_final_message": True}
+        return parameters
+
+    def _chat_options(self, conversation: Conversation) -> Mapping[str, Json]:
         """Return how an engine renders pictures, with the same template as `_rendered`."""
         if not self.hf_chat_template:
             raise InputError.of(rules.NO_TEMPLATE, "chat template")
-        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-        return {"chat_template": self.hf_chat_template, "chat_template_kwargs": {**thinking}}
+        given: Mapping[str, Json] = {
+            "chat_template": self.hf_chat_template,
+            "chat_template_kwargs": {},
+        }
+        return {**given, **self._rendering(conversation)}
 
     def _rendered_conversation(self, conversation: Conversation) -> str:
         return self._rendered(
-            conversation.messages, add_generation_prompt=True, tools=conversation.tools
+            conversation.messages,
+            add_generation_prompt=not conversation.begins_response,
+            tools=conversation.tools,
         )
 
     def _finished(
@@ -279,7 +295,7 @@ def keep_finish_reason(
 
 
 def is_chat(request: "Instance") -> bool:
-    """Return True if a request of a shipped task has a conversation in the place of a prompt."""
+    """Return True if a request has a conversation in the place of a prompt."""
     return hasattr(request, "conversation")
 
 
@@ -303,6 +319,6 @@ def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None
     if prompt + new > room:
         where = f"task {request.task_name}, document {request.doc_id}"
         reason = f"max_model_len is {room}"
-        if is_chat(request):
+        if is_chat(request) and request.conversation.tools:
             raise InputError.of(tool_rules.TOO_LONG, where, prompt=prompt, new=new, reason=reason)
         raise InputError.of(rules.TOO_LONG, where, prompt=prompt, new=new, reason=reason)

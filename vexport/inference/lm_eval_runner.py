@@ -21,9 +21,15 @@ from vexport.engine.messages import SessionRequest
 from vexport.errors import EnvironmentFault, InputError, VexportError, raise_all
 from vexport.files import atomic_path
 from vexport.inference.added_keys import FINISH_REASON, SEED, UNTEMPLATED
+from vexport.inference.decoding import bounded_pictures
 from vexport.inference.engine_model import EngineModel
 from vexport.inference.lm_eval_model import ModelArguments, wrap_model
 from vexport.inference.model import Model, override_attribute
+from vexport.inference.picture_tasks import (
+    ask_with_pictures,
+    takes_pictures,
+    without_pictures,
+)
 from vexport.inference.questions import changed_questions
 from vexport.inference.repeated import compare_rows, documents_to_repeat, write_repeated
 from vexport.inference.stored_responses import FinishedText, StoredResponses, open_stored_responses
@@ -97,6 +103,7 @@ def _prepared(request: SessionRequest) -> Iterator[Path]:
     with ExitStack() as stack:
         total = len(request.tasks)
         stack.enter_context(explained_downloads(lambda *_: None, 0, total, request.include_paths))
+        stack.enter_context(bounded_pictures())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vexport-eval-")))
         stack.enter_context(patched_vllm_version())
         if not any(map(reads_hub, request.tasks)):
@@ -206,8 +213,13 @@ class _Evaluation:
     tracker: "EvaluationTracker"
 
     def load(self) -> "list[Task | Group]":
-        """Load the tasks. Disable the chat template for plain text if the settings require it."""
+        """Load the tasks. Disable the chat template for plain text if the settings require it.
+
+        Tasks with pictures become conversations.
+        """
         tasks = load_tasks(self.request, self.manager, self.request.tasks)
+        for task in filter(takes_pictures, _all_tasks(tasks)):
+            ask_with_pictures(task, self.request.include_paths)
         if self.request.lm_eval.no_template_for_plain_text:
             for task in _likelihood_tasks(tasks):
                 _disable_chat_template(task)
@@ -238,6 +250,9 @@ class _Evaluation:
         )
         for rows in results["samples"].values():
             _add_finish_reasons(rows)
+        for task in filter(takes_pictures, _all_tasks(tasks)):
+            for row in results["samples"][task.task_name]:
+                row["doc"] = without_pictures(row["doc"])
         return results
 
     def add_seeds(self, samples: "dict[str, list[dict[str, object]]]") -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vexport.inference.shipped.base import Conversation
 from vexport.inference.stored_responses import FinishedText, StoredResponses, answer_from_json
@@ -51,7 +51,7 @@ class Model(ABC):
     """
 
     takes_messages: ClassVar[bool] = False
-    llm_engine: object
+    llm_engine: Any
 
     def __init__(self, stored_responses: StoredResponses, on_progress: OnProgress) -> None:
         self.stored_responses = stored_responses

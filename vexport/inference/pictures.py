@@ -1,5 +1,7 @@
 """Pictures that are drawn from a seed, and questions with fixed choices about them."""
 
+import base64
+import io
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,6 +79,13 @@ def picture_questions(count: int, seed: int | str) -> Iterator[PictureQuestion]:
             deck.extend(chooser.sample(range(len(topic.choices)), len(topic.choices)))
         answer = deck.pop()
         yield PictureQuestion(topic=topic, picture=_drawn(topic, answer, chooser), answer=answer)
+
+
+def data_address(picture: Image.Image) -> str:
+    """Return a picture as an address with its data, in PNG."""
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _drawn(topic: Topic, answer: int, chooser: random.Random) -> Image.Image:

@@ -31,6 +31,7 @@ from vexport.engine.messages import InputProblem, SessionRequest
 from vexport.engine.session import Worker, raise_found_problems
 from vexport.engine.worker import input_problem, progress_reporter, run_worker
 from vexport.errors import EnvironmentFault, InputError, VexportError
+from vexport.inference.decoding import bounded_pictures
 from vexport.inference.model import override_attribute
 from vexport.inference.shipped import read_part
 from vexport.inference.shipped.lm_eval_task import lm_eval_task
@@ -380,7 +381,11 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
         sandbox = nullcontext() if request.trust_remote_code else tasks_as_data()
         thinks = bool(request.lm_eval.enable_thinking)
         try:
-            with explained_downloads(report, number, total, folders, thinks=thinks), sandbox:
+            with (
+                explained_downloads(report, number, total, folders, thinks=thinks),
+                bounded_pictures(),
+                sandbox,
+            ):
                 loaded = load_tasks(request, manager, [task])
             yield from loaded_metrics(loaded)
         except VexportError as error:

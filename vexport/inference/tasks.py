@@ -21,7 +21,13 @@ from vexport.errors import InputError, nearest_hint, raise_all
 from vexport.errors.extras import attempt_all
 from vexport.files import write_text
 from vexport.inference.options import NO_EVALUATION
-from vexport.inference.shipped import NAMES, read_part, shipped_parts, shipped_task
+from vexport.inference.shipped import (
+    NAMES,
+    read_part,
+    shipped_parts,
+    shipped_task,
+    takes_pictures,
+)
 from vexport.inference.shipped.base import ShippedPart
 from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import resolved
@@ -604,6 +610,20 @@ def leaves(value: object) -> Iterator[object]:
 
 def _functions(value: object) -> Iterator[_Function]:
     return (leaf for leaf in leaves(value) if isinstance(leaf, _Function))
+
+
+def pictured_task(specs: Sequence[str]) -> str:
+    """Return the name of the first task with pictures among tasks that were written, or "".
+
+    Only lm-eval knows the keys of a task that is given by name.
+    """
+    if name := takes_pictures(specs):
+        return name
+    for file in (Path(spec) for spec in specs if spec.endswith(".yaml")):
+        config = parse_task(file, trust=True)
+        if any(values_of_key(config, "doc_to_image")):
+            return TaskFile(config=config).name
+    return ""
 
 
 def named_modules(config: Config) -> Iterator[Path]:

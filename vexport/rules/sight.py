@@ -29,3 +29,15 @@ REFUSED = Rule(
     need="a model and a chat template that take pictures",
     do="remove the task, or raise max_model_len if the prompt is too long",
 )
+TASK = Rule(
+    "sight/task",
+    got="{found}",
+    need="a task that generates text, from text or pictures (`output_type: generate_until`)",
+    do="remove the task",
+)
+DOCUMENT = Rule(
+    "sight/document",
+    got="{reason}",
+    need="a picture for each `<image>` of the text, in the data or in the folder of the data",
+    do="correct the document. Few-shot examples have no pictures (--num-fewshot 0)",
+)

@@ -35,6 +35,11 @@ class Conversation:
         parts = (part for content in contents if isinstance(content, list) for part in content)
         return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
 
+    @property
+    def begins_response(self) -> bool:
+        """Return True if the last message is the beginning of the response."""
+        return self.messages[-1].get("role") == "assistant"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:

@@ -1,13 +1,11 @@
 """Documents of the task `sight`: conversations with and without pictures."""
 
-import base64
 import hashlib
-import io
 from collections.abc import Sequence
 
 from PIL import Image
 
-from vexport.inference.pictures import PictureQuestion, picture_questions
+from vexport.inference.pictures import PictureQuestion, data_address, picture_questions
 from vexport.inference.shipped.base import Conversation, Document
 from vexport.records import Json
 
@@ -52,13 +50,6 @@ def _conversation(prompt: str, picture: Image.Image | None) -> Conversation:
         shown: Json = {"type": "image_url", "image_url": {"url": data_address(picture)}}
         content = [shown, {"type": "text", "text": prompt}]
     return Conversation(messages=({"role": "user", "content": content},))
-
-
-def data_address(picture: Image.Image) -> str:
-    """Return a picture as an address with its data, in PNG."""
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def digest(picture: Image.Image) -> str:
