@@ -239,7 +239,13 @@ def test_changed_small_file_differs_from_hub(llama: Path, tmp_path: Path) -> Non
 def test_missing_blob(llama: Path, tmp_path: Path) -> None:
     folder = cached(llama, tmp_path)
     (folder / "notes.md").symlink_to("../../blobs/" + "a" * 40)
-    assert hub_rules(folder) == {"digests/missing-blob": str(folder / "notes.md")}
+    assert hub_rules(folder) == {"digests/missing-file": str(folder / "notes.md")}
+
+
+def test_deleted_file_of_a_download(llama: Path, tmp_path: Path) -> None:
+    folder = local_dir(llama, tmp_path / "out")
+    write_download_metadata(folder, "code/model.py", "0" * 40, "a" * 40)
+    assert hub_rules(folder) == {"digests/missing-file": str(folder / "code" / "model.py")}
 
 
 @pytest.mark.parametrize("etag", ['W/"0123"', "a" * 39, ""])

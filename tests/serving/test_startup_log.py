@@ -192,3 +192,13 @@ def test_command(tmp_path: Path) -> None:
     assert vexport("load", "--log", str(tmp_path / "absent")).code == 2
     assert vexport("load", str(tmp_path), "--log", str(file)).code == 2
     assert vexport("load").code == 2
+
+
+def test_first_error_of_a_failed_start() -> None:
+    died = "EngineCore failed to start."
+    log = _read(_line(ENGINE), _line(died, "ERROR"), _line("Later error", "ERROR"))
+    assert log.failure is not None
+    assert (log.failure.value, log.failure.line) == (died, 2)
+    assert _read(_line(ENGINE), _line("ERROR is a word here")).failure is None
+    record = {"levelname": "ERROR", "message": died}
+    assert _read(_line(ENGINE), json.dumps(record)).failure == log.failure

@@ -161,7 +161,7 @@ def _against_hub(view: CheckpointView) -> Iterator[Finding]:
     for name, actual in _other_digests(view, known, view.on_progress):
         where = str(view.index.root / name)
         if actual is None:
-            yield Finding.at(digest_rules.MISSING_BLOB, where, digest=known[name])
+            yield Finding.at(digest_rules.MISSING_FILE, where, digest=known[name])
         else:
             yield Finding.at(digest_rules.OTHER_THAN_HUB, where, actual=actual, digest=known[name])
     others = sorted(view.hub_digests.keys() - known.keys())

@@ -68,7 +68,8 @@ def hub_digests(root: Path) -> dict[str, str | None]:
 
     Raises InputError if no file has a digest.
     """
-    found = {name: _hub_digest(root, name) for name in sorted(_downloaded(root))}
+    names = {*_downloaded(root), *_recorded(root)}
+    found = {name: _hub_digest(root, name) for name in sorted(names)}
     if not any(found.values()):
         raise InputError.of(rules.NO_HUB_DIGESTS, str(root))
     return found
@@ -79,6 +80,13 @@ def _downloaded(root: Path) -> Iterator[str]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             yield os.path.relpath(os.path.join(folder, name), root)  # noqa: PTH118
+
+
+def _recorded(root: Path) -> Iterator[str]:
+    """Yield the files that a download with `--local-dir` has written, also deleted ones."""
+    downloads = root / _DOWNLOADS
+    for file in downloads.rglob("*.metadata"):
+        yield str(file.relative_to(downloads).with_suffix(""))
 
 
 def _hub_digest(root: Path, name: str) -> str | None:

@@ -52,7 +52,7 @@ class StartupLog:
     number of sequences of the maximum length that fit into the KV cache. Sizes are in GiB, and
     `start_seconds` is the duration of the whole start. `lines` is 0 if a running server states the
     values. If a log has several starts, the statements are those of the last one, which begins with
-    the line `begin`. Otherwise, `begin` is 0.
+    the line `begin`. Otherwise, `begin` is 0. `failure` is the first message of the level ERROR.
     """
 
     schema: Literal["vexport.startup-log/1"] = "vexport.startup-log/1"
@@ -74,6 +74,7 @@ class StartupLog:
     cache_tokens: Stated | None = None
     max_concurrency: Stated | None = None
     start_seconds: Stated | None = None
+    failure: Stated | None = None
     arguments: Mapping[str, JsonValue] = field(default_factory=dict)
     selections: tuple[Selection, ...] = ()
     remarks: tuple[Remark, ...] = ()

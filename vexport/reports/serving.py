@@ -43,7 +43,7 @@ def startup_log_document(log: StartupLog) -> doc.Document:
         title=log.log,
         sentence=f"{log.lines:,} lines" if log.lines else "running server",
         parts=parts(
-            facts(*pairs, *_arguments(log)),
+            facts(*pairs, *_arguments(log), *_failure(log)),
             _selections(log),
             _remarks(log),
             doc.Listing(earlier, "ignored") if earlier else None,
@@ -51,6 +51,11 @@ def startup_log_document(log: StartupLog) -> doc.Document:
             muted("the log alone: no checkpoint was compared with it"),
         ),
     )
+
+
+def _failure(log: StartupLog) -> Iterator[tuple[str, str]]:
+    if log.failure is not None:
+        yield "first error", _value(log.failure)
 
 
 def comparison_table(server: ServerComparison) -> doc.Table:

@@ -37,10 +37,10 @@ OTHER_THAN_HUB = Rule(
     need="digest {digest}, as on the hub",
     do=_DOWNLOAD,
 )
-MISSING_BLOB = Rule(
-    "digests/missing-blob",
+MISSING_FILE = Rule(
+    "digests/missing-file",
     claim="values",
-    got="a link to a missing file with digest {digest}",
+    got="a missing file, which the hub has with digest {digest}",
     do=_DOWNLOAD,
 )
 NOT_VERIFIED = Rule(

@@ -203,7 +203,11 @@ def gaps(log: StartupLog, values: Iterable[ComparedValue]) -> Iterator[NotJudged
     if not log.lines:
         return
     if log.start_seconds is None:
-        yield NotJudged(what="the end of the start", why="the log ends before the server runs")
+        ends = "the log ends before the server runs"
+        failed = (
+            log.failure and f"{ends}; the error in line {log.failure.line}: {log.failure.value}"
+        )
+        yield NotJudged(what="the end of the start", why=failed or ends)
     for value in values:
         if value.status == "not stated":
             yield NotJudged(what=value.name, why=f"not in the log, dry load: {value.dry_load}")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from pydantic import JsonValue
 
@@ -34,7 +34,7 @@ _LONGEST_LINE = 1 << 20
 _LONGEST_REMARK = 300
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PLACE = re.compile(r"\[[\w./-]+\.py:\d+\] ?")
-_WARNING = re.compile(r"\bWARN(?:ING)?\b")
+_LEVEL = re.compile(r"\b(?:(?P<warning>WARN(?:ING)?)|(?P<error>ERROR|CRITICAL|FATAL))\b")
 # Keys of the message in JSON lines: of python-json-logger, structlog, loguru, and Docker. Under
 # other keys, a message is recognized by vLLM's module.
 _MESSAGE_KEYS = ("message", "msg", "event", "log", "text")
@@ -108,6 +108,9 @@ _MEMBER = re.compile(r"<\w+\.(\w+): .*>")
 _SECRET = re.compile(r"key|token$|password|secret")
 _OPENING, _CLOSING, _QUOTES = "([{<", ")]}>", "'\""
 
+# The levels that matter.
+_Level = Literal["warning", "error"] | None
+
 
 @dataclass(slots=True)
 class _Found:
@@ -126,7 +129,7 @@ class _Found:
     selections: dict[tuple[str, str, str], Selection] = field(default_factory=dict)
     remarks: dict[str, Remark] = field(default_factory=dict)
 
-    def add(self, message: str, *, is_warning: bool) -> None:
+    def add(self, message: str, level: _Level) -> None:
         if engine := _ENGINE.search(message):
             self._state("version", engine["version"])
             for name, value in top_level(engine["config"], "="):
@@ -143,7 +146,9 @@ class _Found:
                     self._state(name, match["value"].replace(",", ""))
             self.is_loading |= _LOADING.search(message) is not None
             self._select(message)
-            if is_warning:
+            if level == "error":
+                self._state("failure", clip(visible(message), _LONGEST_REMARK))
+            elif level == "warning":
                 self._remark(message)
 
     def _start_again(self) -> None:
@@ -188,9 +193,9 @@ def read_startup_log(stream: BinaryIO, name: str) -> StartupLog:
         # Without zero bytes, UTF-16 (as Windows PowerShell writes) reads like ASCII.
         decoded = line.replace(b"\0", b"").decode(errors="replace")
         text = _COLOUR.sub("", decoded).rstrip("\r\n")
-        message, is_warning, is_vllm = _message(text)
+        message, level, is_vllm = _message(text)
         found.is_vllm |= is_vllm
-        found.add(message, is_warning=is_warning)
+        found.add(message, level)
     if not found.is_vllm and not found.stated:
         raise InputError.of(rules.NO_LOG, name)
     return StartupLog(
@@ -212,6 +217,7 @@ def read_startup_log(stream: BinaryIO, name: str) -> StartupLog:
         cache_tokens=found.stated.get("cache_tokens"),
         max_concurrency=found.stated.get("max_concurrency"),
         start_seconds=found.stated.get("start_seconds"),
+        failure=found.stated.get("failure"),
         arguments=found.arguments,
         selections=tuple(found.selections.values()),
         remarks=tuple(found.remarks.values()),
@@ -230,8 +236,8 @@ def _lines(stream: BinaryIO, name: str) -> Iterator[bytes]:
         is_rest = not part.endswith(b"\n")
 
 
-def _message(text: str) -> tuple[str, bool, bool]:
-    """Return the message of a line, whether it is a warning, and whether it is vLLM's for sure."""
+def _message(text: str) -> tuple[str, _Level, bool]:
+    """Return the message of a line, its level, and whether it is vLLM's for sure."""
     begin = text.find("{")
     if begin >= 0 and text.endswith("}") and not _PLACE.search(text[:begin]):
         try:
@@ -242,17 +248,22 @@ def _message(text: str) -> tuple[str, bool, bool]:
             return _json_message(content)
     place = _PLACE.search(text)
     if place is None:
-        return text, bool(_WARNING.search(text)), False
-    return text[place.end() :], bool(_WARNING.search(text[: place.start()])), True
+        return text, _level(text), False
+    return text[place.end() :], _level(text[: place.start()]), True
 
 
-def _json_message(content: dict[str, object]) -> tuple[str, bool, bool]:
+def _level(text: str) -> _Level:
+    match = _LEVEL.search(text)
+    return None if match is None else "warning" if match["warning"] else "error"
+
+
+def _json_message(content: dict[str, object]) -> tuple[str, _Level, bool]:
     named = (content[key] for key in _MESSAGE_KEYS if isinstance(content.get(key), str))
     recognized = (text for text in _texts(content) if _PLACE.search(text))
     inner = next(chain(named, recognized), "")
-    message, is_warning, is_vllm = _message(str(inner).strip())
+    message, level, is_vllm = _message(str(inner).strip())
     levels = " ".join(str(content.get(key, "")).upper() for key in _LEVEL_KEYS)
-    return message, is_warning or bool(_WARNING.search(levels)), is_vllm
+    return message, level or _level(levels), is_vllm
 
 
 def _texts(content: Mapping[str, object]) -> Iterator[str]:
