@@ -23,8 +23,7 @@ from measure import DEMO
 
 from vexport.calibration import Samples, read_samples
 from vexport.engine.reference import load_dequantized
-from vexport.inference.pictures import PictureQuestion, picture_questions
-from vexport.inference.shipped.sight.questions import data_address
+from vexport.inference.pictures import PictureQuestion, data_address, picture_questions
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import CalibrationData
 
