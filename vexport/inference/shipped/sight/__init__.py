@@ -20,12 +20,10 @@ responses are right more often with the picture than with the other picture, by 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue
-from scipy import stats
 
-from vexport.inference.repeated import MAX_CHANGED_SHARE
 from vexport.inference.shipped.base import (
     CORRECT,
     Document,
@@ -35,6 +33,7 @@ from vexport.inference.shipped.base import (
     ShippedPart,
     ShippedTask,
 )
+from vexport.inference.shipped.sight.metrics import CHANGES, REJECTS, WITHOUT
 from vexport.inference.stored_responses import FinishedText
 from vexport.records import Reason
 from vexport.rules import sight as rules
@@ -42,11 +41,6 @@ from vexport.scenario import Evaluate
 from vexport.scenario.evaluate import SIGHT
 
 DOCUMENTS = 400
-_CHANGES, _WITHOUT, _REJECTS = (
-    "changes_with_picture",
-    "changes_without_picture",
-    "rejects_other_picture",
-)
 _CHOICES = "choices"
 _SEPARATOR = "|"
 # Number of tokens that is enough for the patches of a picture in usual models, and a response.
@@ -57,7 +51,7 @@ class Sight(ShippedTask):
     """Questions about pictures, with and without the picture."""
 
     name = SIGHT
-    metrics = (CORRECT, _CHANGES, _WITHOUT, _REJECTS)
+    metrics = (CORRECT, CHANGES, WITHOUT, REJECTS)
     max_gen_toks = 32
     takes_pictures = True
 
@@ -83,9 +77,9 @@ class Sight(ShippedTask):
         seen, without, other = (chosen(response, choices) for response in responses)
         return {
             CORRECT: float(seen == document.target),
-            _CHANGES: float(seen != other),
-            _WITHOUT: float(seen != without),
-            _REJECTS: float(other != document.target),
+            CHANGES: float(seen != other),
+            WITHOUT: float(seen != without),
+            REJECTS: float(other != document.target),
         }
 
     def longest_sequence(self, part: ShippedPart) -> int:
@@ -94,7 +88,7 @@ class Sight(ShippedTask):
 
     def fault(self, scores: Mapping[str, float]) -> str:
         """Tell responses that ignore the picture from other wrong responses."""
-        return "wrong" if scores.get(_CHANGES, 1) else "the same for another picture"
+        return "wrong" if scores.get(CHANGES, 1) else "the same for another picture"
 
     def explain_loss(self, parts: Sequence[PartOutcome]) -> str:
         """Return `12 of 400 responses are wrong that were right before`."""
@@ -106,11 +100,14 @@ class Sight(ShippedTask):
 
     def obstacle(self, baseline: ScoreRows, candidate: ScoreRows, alpha: float) -> Obstacle | None:
         """Return why the score does not decide: a model is blind, or not seen to see."""
-        if how := _not_seeing(baseline, alpha):
+        # The engine's worker, which has no scipy, only asks.
+        from vexport.inference.shipped.sight.blindness import describe_blind, describe_not_seeing
+
+        if how := describe_not_seeing(baseline, alpha):
             return Obstacle("INCONCLUSIVE", Reason.of(rules.BLIND_BASELINE, how=how))
-        if how := _blind(candidate, alpha):
+        if how := describe_blind(candidate, alpha):
             return Obstacle("FAIL", Reason.of(rules.BLIND, how=how))
-        if how := _not_seeing(candidate, alpha):
+        if how := describe_not_seeing(candidate, alpha):
             return Obstacle("INCONCLUSIVE", Reason.of(rules.NOT_SEEN, how=how))
         return None
 
@@ -123,53 +120,3 @@ def chosen(response: str, choices: Sequence[str]) -> str:
     words = re.findall(r"\w+", response.lower())
     named = {choice for choice in choices if choice in words}
     return named.pop() if len(named) == 1 else " ".join(response.split())
-
-
-def _blind(rows: ScoreRows, alpha: float) -> str:
-    """Describe how the responses show that a model is blind, or return "".
-
-    A model that sees could give the same response to a few pictures by chance, so that very few
-    documents show nothing.
-    """
-    known = [row for row in rows if _CHANGES in row and _WITHOUT in row]
-    total = len(known)
-    if not total or 0.5**total > alpha:
-        return ""
-    descriptions = _same_responses(known)
-    for metric, description in descriptions:
-        changed = round(sum(row[metric] for row in known))
-        test = stats.binomtest(changed, total, MAX_CHANGED_SHARE, alternative="greater")
-        if test.pvalue > alpha:
-            return description
-    return ""
-
-
-def _same_responses(rows: ScoreRows) -> Iterator[tuple[str, str]]:
-    total = len(rows)
-    for metric, words in (
-        (_WITHOUT, "equal the responses without a picture"),
-        (_CHANGES, "do not depend on the picture, and stay the same with another picture"),
-    ):
-        same = total - round(sum(row[metric] for row in rows))
-        yield metric, f"{same} of {total} responses {words}"
-
-
-def _not_seeing(rows: ScoreRows, alpha: float) -> str:
-    """Describe why the responses do not show that a model sees, or return ""."""
-    if how := _blind(rows, alpha):
-        return how
-    known = [row for row in rows if _REJECTS in row]
-    own = sum(row[CORRECT] > 1 - row[_REJECTS] for row in known)
-    other = sum(row[CORRECT] < 1 - row[_REJECTS] for row in known)
-    if not known or (own and _sign_test(own, own + other) <= alpha):
-        return ""
-    right = round(sum(row[CORRECT] for row in known))
-    swapped = round(sum(1 - row[_REJECTS] for row in known))
-    return (
-        f"{right} of {len(known)} responses are right with the picture, and {swapped} with another "
-        "picture"
-    )
-
-
-def _sign_test(own: int, total: int) -> float:
-    return float(stats.binomtest(own, total, alternative="greater").pvalue)
