@@ -47,13 +47,16 @@ VOCABULARY = 64
 Q = "model.layers.0.self_attn.q_proj"
 TRANSFORM = (*QUANTIZATION, "transform_config", "config_groups", "v")
 EXPERTS = (*QUANTIZATION, "config_groups", "group_0")
+# llm-compressor stores a negative scale of queries.
+SUSPECT = {"llmcompressor-llama-ATTENTION": {("warning", "kv_cache/invalid-scale")}}
 FP8: dict[str, Json] = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}
 INT8: dict[str, Json] = {**FP8, "type": "int"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sound_checkpoints_need_no_repair(name: str, tmp_path: Path) -> None:
-    assert problems(CHECKPOINTS / name) == []
+    found = {(finding.severity, finding.rule) for finding in problems(CHECKPOINTS / name)}
+    assert found == SUSPECT.get(name, set())
     ran = vexport("repair", CHECKPOINTS / name, tmp_path / "out", "--format", "json", "--quiet")
     assert (ran.code, json.loads(ran.stdout)["repairs"]) == (0, [])
 

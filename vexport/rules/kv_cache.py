@@ -67,6 +67,7 @@ ONLY_VALUE_SCALE_ON_REQUEST = Rule(
 )
 MISSING_QUERY_SCALE = Rule(
     "kv_cache/missing-query-scale",
+    "warning",
     claim="values",
     got="no such tensor, unlike other layers: vLLM would quantize queries with 1.0 or with k_scale",
     do=_CALIBRATE,
