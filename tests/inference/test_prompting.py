@@ -104,7 +104,7 @@ def test_template_is_applied_if_models_have_one(tmp_path: Path) -> None:
             RAG,
             {},
             rules.NO_SUCH_TEMPLATE,
-            ["default", "rag or tool"],
+            ["default", "rag and tool"],
         ),
     ],
 )

@@ -38,7 +38,8 @@ NO_PATHS = {
         "gen_kwargs",
         "system_instruction",
     ),
-    "think_end_token",
+    *("think_end_token", "tool_call_parser"),
+    "log",  # a file or an address, which is only read
     "margin",
 }
 
