@@ -122,9 +122,8 @@ TURNS = Rule(
 )
 NO_TEXT = Rule(
     "calibration/no-text",
-    got="no row of text, and calibration runs only the language model: {each} images, video or "
-    "sound (first: {what!r}, {place})",
-    do="add texts or conversations without images, video and sound",
+    got="no row that calibration can read: {each} images, video or sound (first: {what!r}, {place})",
+    do="add texts, or pictures if the model takes them (`vexport explain pictures`)",
 )
 _PICTURES = (
     "pictures as data addresses or bytes, or as files in the folder of the data (PNG, JPEG, WebP, "
