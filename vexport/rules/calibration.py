@@ -122,7 +122,8 @@ TURNS = Rule(
 )
 NO_TEXT = Rule(
     "calibration/no-text",
-    got="no row that calibration can read: {each} images, video or sound (first: {what!r}, {place})",
+    got="no row that calibration can read: {each} images, video or sound (first: {what!r}, "
+    "{place})",
     do="add texts, or pictures if the model takes them (`vexport explain pictures`)",
 )
 _PICTURES = (
