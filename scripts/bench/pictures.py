@@ -6,8 +6,8 @@ The model is a Qwen3-VL of random weights: 12 decoder layers of width 1024, and 
 of width 512, with four patches per token. Each row has one picture of 240 to 272 tokens. `text` has
 random tokens instead, in the same number. Each runs in a separate process. Seconds begin after
 reading the rows. `tower` is the part before the first decoder layer. On a machine that is busy with
-other work compare CPU seconds, with OMP_NUM_THREADS=1. Memory is the peak of the process, including
-its libraries, which `before` counts.
+other work, compare CPU seconds, with OMP_NUM_THREADS=1 and NUMBA_NUM_THREADS=1. Memory is the peak
+of the process, including its libraries, which `before` counts.
 """
 
 import argparse
