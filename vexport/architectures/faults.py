@@ -77,8 +77,9 @@ class Fault:
     `kernels` matches the names of vLLM's kernels with the fault. `sms` are the compute capabilities
     with the fault; if it is empty, the kernel alone decides. `concerns` returns True for layers
     with the fault. `layers` and `library` say in a few words which layers these are, and whose
-    kernels. `repaired` is the first version
-    without the fault, empty if there is none. `remedy` says how to avoid it.
+    kernels. `repaired` is the first version without the fault, empty if there is none. `remedy`
+    says how to avoid it. If vLLM itself raises an error at the first batch, `message` is its text
+    for a compute capability, and the fault counts as a refusal.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Fault:
     predicate: Predicate
     sms: tuple[int, ...] = ()
     concerns: Callable[[RunningLayer], bool] = lambda layer: True
+    message: str = ""
 
     @property
     def breaks(self) -> bool:
@@ -355,6 +357,8 @@ _ENTRIES = (
         predicate=partial(_is_supported, kernel="CutlassInt8ScaledMMLinearKernel", sm=120),
         sms=_BLACKWELL,
         concerns=lambda layer: not any(side % _CUTLASS_ALIGNMENT for side in layer.sides),
+        # csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp.
+        message="Int8 not supported on SM{}",
     ),
     Fault(
         name="cutlass-fp8-block-rows",

@@ -14,6 +14,7 @@ import torch
 
 from vexport.architectures import with_stars
 from vexport.architectures.faults import (
+    FAULTS,
     FaultyLayer,
     LayerGroup,
     RunningLayer,
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 # Sequence lengths in tokens to report memory for, in addition to the model's longest length.
 _LENGTHS = (1_024, 8_192, 32_768)
 _SCHEME = re.compile(r"^CompressedTensors|(MoE|Linear)?Method$")
-# Known faults that count as a refusal by vLLM, with the kernel's message at the first batch.
-# csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp.
-_REFUSALS = {"cutlass-int8-blackwell": "Int8 not supported on SM{}"}
 
 
 def layer_kinds(model: torch.nn.Module) -> tuple[LayerKind, ...]:
@@ -54,9 +52,8 @@ def raising_layer(faults: Iterable[FaultyLayer], sm: int) -> tuple[str, str] | N
     Return None if there is no such fault.
     """
     for each in faults:
-        if each.fault in _REFUSALS:
-            words = _REFUSALS[each.fault].format(sm)
-            return each.layer, f"{each.kernel} fails when it runs: {words}"
+        if message := FAULTS[each.fault].message:
+            return each.layer, f"{each.kernel} fails when it runs: {message.format(sm)}"
     return None
 
 
