@@ -9,6 +9,7 @@ from vexport.architectures.fusion import FusedLayer
 from vexport.architectures.layout import ModelLayout, Shape
 from vexport.architectures.ranks import Split, parts_of, split_of
 from vexport.architectures.stored import JOINED
+from vexport.checks.kv_cache import QUERY_SCALE, SCALES
 from vexport.checks.numbers import is_lossless_cast, is_rounding_negligible, rounded
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView
@@ -23,7 +24,7 @@ DESCRIPTION = "dtypes and shapes match the config, and the members of fused laye
 # The factor differs from 1 by at most 0.4 %, far less than the errors of FP4 rounding.
 GLOBAL_SCALES = (".weight_global_scale", ".input_global_scale", ".weight_scale_2")
 COMPARED_SCALES = ("weight_scale", "input_scale", "weight_scale_inv", "scales")
-CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
+CACHE_SCALES = tuple(f".{name}" for name in (*SCALES, QUERY_SCALE))
 # Dimension along which a weight is split between ranks.
 SPLIT_DIMENSIONS: Mapping[Split, int] = {"out": 0, "in": 1}
 
