@@ -6,7 +6,7 @@ VERSION is a release of vLLM (0.33.0), whose wheel is downloaded into a cache. F
 packages of an environment with vLLM, or files of a wheel. The results go to
 vexport/architectures/generated/faults.json, with the results of other versions that it already
 has. The table of entries and versions is printed, and replaces the table in
-vexport/docs/load.md.
+vexport/docs/known-faults.md.
 """
 
 import json
@@ -21,7 +21,7 @@ from tables import FOLDER
 from vexport.architectures.faults import FAULTS, Fault, Source, found_in, installed_source
 
 TABLE = FOLDER / "faults.json"
-PAGE = Path("vexport/docs/load.md")
+PAGE = Path("vexport/docs/known-faults.md")
 MARKS = "<!-- table of known faults: scripts/generate_faults.py -->"
 WORDS = {True: "yes", False: "", None: "?"}
 # Results by version and entry.

@@ -154,7 +154,7 @@ def test_observer_of_other_package(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The document's class, named by package.module:Class, halves the range and so the scale."""
-    page = Path(__file__).parents[2] / "vexport" / "docs" / "observers.md"
+    page = Path(__file__).parents[2] / "vexport" / "docs" / "observers-python.md"
     code = (
         page.read_text(encoding="utf-8").partition("## An observer of your own")[2].split("```")[1]
     )

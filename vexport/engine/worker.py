@@ -210,7 +210,7 @@ def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
         "seed": request.seed,
         "disable_log_stats": not request.drafted,
         # Responses must not depend on earlier prompts. With prefix caching, 20 of 64 responses
-        # changed (docs/evaluation.md).
+        # changed (docs/metrics.md).
         "enable_prefix_caching": False,
         "worker_extension_cls": "vexport.engine.describe.DescribeKernels",
     }

@@ -187,7 +187,7 @@ class QuestionSettings(ScenarioSection):
             "Held-out text for the verdict, instead of tasks; same forms as calibration data.",
             "Tasks",
             metavar="DATA",
-            more="See [text](evaluation.md#text-in-the-place-of-tasks).",
+            more="See [text](text.md).",
         ),
     ] = None
     text_rows: Annotated[
@@ -202,7 +202,7 @@ class QuestionSettings(ScenarioSection):
             "Number of tokens of each row of the text.",
             "Tasks",
             metavar="N",
-            more="More tokens test [long contexts](evaluation.md#long-contexts).",
+            more="More tokens test [long contexts](text.md#long-contexts).",
         ),
     ] = DEFAULT_TEXT_TOKENS
     speculative: Annotated[
@@ -226,7 +226,7 @@ class QuestionSettings(ScenarioSection):
             "Tasks",
             metavar="FILE",
             unset="128 tools that ship with vexport",
-            more="See [tool calls](evaluation.md#calls-of-tools).",
+            more="See [tool calls](tool-calls.md).",
         ),
     ] = None
     kl_prompts: Annotated[
@@ -402,7 +402,7 @@ class ModelSettings(ScenarioSection):
             "Tokenizer of a served model: a folder or `ORG/NAME`.",
             "Servers",
             metavar="T",
-            more="See [served models](evaluation.md#served-models).",
+            more="See [served models](servers.md).",
         ),
     ] = None
     model: Annotated[

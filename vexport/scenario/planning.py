@@ -50,7 +50,7 @@ SmoothingSetting = Annotated[
         "Scheme",
         metavar="S",
         unset="0.5 for INT8 and 4-bit inputs with calibration text, else 0",
-        more="See [smoothing](rounding.md#smoothing).",
+        more="See [smoothing](smoothing.md).",
     ),
 ]
 IncludeVisionSetting = Annotated[
