@@ -306,6 +306,7 @@ def test_interpreter_of_variable_is_used(
     ("options", "message"),
     [
         (("--schemes", "FP8", "--serve", "a=1"), "remove one of the two"),
+        (("NEW",), f"`vexport eval NEW --baseline {MODEL}`"),
         (("--schemes", "FP8", "--task", "a"), "--scenario FILE"),
         (("--schemes", "FP8", "--format", "junit"), "--format: got junit"),
         ((), "--serve KEY=VALUE"),

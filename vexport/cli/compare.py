@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import click
@@ -151,6 +152,7 @@ _evaluate_options = stacked(
 
 @command(unlisted=("canaries", "timeout"))
 @click.argument("source", metavar="SOURCE|CHECKPOINT", type=parse_source)
+@click.argument("others", metavar="", nargs=-1)
 @option(
     "--schemes",
     "Quantize SOURCE in each of these schemes; see `vexport list schemes`.",
@@ -207,6 +209,7 @@ _evaluate_options = stacked(
 @format_option((*FORMATS, "html", "markdown"))
 def compare(
     source: SourceRef,
+    others: tuple[str, ...],
     schemes: tuple[str, ...] | None,
     version_options: VersionOptions,
     interpreters: Interpreters,
@@ -240,6 +243,10 @@ def compare(
       vexport compare OUT --vllm-python new/bin/python --task gsm8k
       vexport compare OUT --versions 0.30..0.33 --install --bisect
     """
+    if others:
+        raise InputError.of(
+            rules.SECOND_CHECKPOINT, "compare", first=quote(str(source)), second=quote(others[0])
+        )
     if version_options.versions is not None:
         shared = session.serve(tp)
         _compare_versions(source, version_options, interpreters, shared, run_directory, output)

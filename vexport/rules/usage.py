@@ -55,6 +55,12 @@ REQUIRED = Rule("usage/required", need="{needed}", do="see --help")
 NEEDS_OPTION = Rule(
     "usage/needs-option", got="used without {other}", do="add {other}, or remove it"
 )
+SECOND_CHECKPOINT = Rule(
+    "usage/second-checkpoint",
+    got="a second model ({second})",
+    need="one model, with --schemes, --serve or --versions",
+    do="run `vexport eval {second} --baseline {first}` to compare two checkpoints",
+)
 EXCLUDED = Rule("usage/excluded", got="cannot be used with {other}", do="{remedy}")
 FORMAT = Rule("usage/format", got="{format}", need="{formats}", do="choose another --format")
 TEXT_OF_RESULTS = Rule(
