@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """Write the reference of rules, vexport/docs/rulebook.md, from the rule book.
 
-Run it after a change of a rule.
+Also write the IDs of each check's rules into the check's section of vexport/docs/findings.md. Run
+it after a change of a rule.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
+from textwrap import fill
 
 from vexport.files import write_text
 from vexport.rules import all_rules
@@ -20,7 +23,13 @@ CLAIMS: Mapping[Claim | None, str] = {
     "precision": "vLLM runs the layers in another precision or kernel than stored",
     None: "",
 }
-PAGE = Path(__file__).parent.parent / "vexport" / "docs" / "rulebook.md"
+PAGES = Path(__file__).parent.parent / "vexport" / "docs"
+PAGE, FINDINGS = PAGES / "rulebook.md", PAGES / "findings.md"
+# Families of the rules of sections that do not have the family's name.
+FAMILIES: Mapping[str, Sequence[str]] = {"files": ("checkpoint", "file")}
+SECTION = re.compile(r"^## (\w+)\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+# The paragraph of a section that this script writes.
+IDS = "**Rules:**"
 HEAD = """# Rule book
 
 <!-- scripts/generate_rules.py writes this page. -->
@@ -56,8 +65,27 @@ def rule_text(rule: Rule) -> str:
     return "\n".join(f"- **{name}**: {text}" for name, text in entries if text)
 
 
+def findings(text: str) -> str:
+    """Return the page of findings with the IDs of each check's rules."""
+    return SECTION.sub(_with_ids, text)
+
+
+def _with_ids(section: re.Match[str]) -> str:
+    families = FAMILIES.get(section[1], (section[1],))
+    ids = [rule.id for rule in all_rules().values() if rule.family in families]
+    if not ids:
+        return section[0]
+    links = ", ".join(f"[{family}](rulebook.md#{family}-rules)" for family in families)
+    listed = ", ".join(f"`{id_}`" for id_ in ids)
+    paragraph = fill(
+        f"{IDS} {links}: {listed}", width=120, break_on_hyphens=False, break_long_words=False
+    )
+    return f"{section[0].partition(IDS)[0].rstrip()}\n\n{paragraph}\n\n"
+
+
 def main() -> None:
     write_text(PAGE, page())
+    write_text(FINDINGS, findings(FINDINGS.read_text(encoding="utf-8")).rstrip() + "\n")
     print(f"{PAGE}: {len(all_rules())} rules")
 
 

@@ -129,3 +129,5 @@ def test_reference_has_all_rules() -> None:
     generator = runpy.run_path(str(PACKAGE.parent / "scripts" / "generate_rules.py"))
     page = (PACKAGE / "docs" / "rulebook.md").read_text(encoding="utf-8")
     assert page == generator["page"](), "run scripts/generate_rules.py"
+    findings = (PACKAGE / "docs" / "findings.md").read_text(encoding="utf-8")
+    assert findings == generator["findings"](findings).rstrip() + "\n"

@@ -178,7 +178,7 @@ class QuestionSettings(ScenarioSection):
         SuiteName | None,
         Key(
             "Named list of tasks with margin and limit, instead of `tasks`.",
-            more="See [suites](evaluation.md#suites).",
+            more="See [suites](evaluation.md#choose-the-tasks).",
         ),
     ] = None
     text: Annotated[

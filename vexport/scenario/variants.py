@@ -111,7 +111,7 @@ class Variants(ScenarioSection):
             "Comparison",
             metavar="KEY=VALUE|'{JSON}'",
             unset="one setting, vLLM's defaults",
-            more="See [settings and versions](settings.md#settings-and-versions-of-vllm).",
+            more="See [settings and versions](settings.md).",
         ),
     ] = ()
     vllm_python: Annotated[
