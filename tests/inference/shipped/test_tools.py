@@ -160,6 +160,93 @@ GOOD: dict[str, JsonObject] = {
         "definitions": {"b": {"type": "string", "minLength": 3}},
     },
     "no parameters": {"type": "object", "properties": {}},
+    "anchors": {
+        "type": "object",
+        "properties": {"a": {"$ref": "#node"}, "b": {"$dynamicRef": "#other"}},
+        "required": ["a", "b"],
+        "$defs": {
+            "c": {"$anchor": "node", "type": "integer", "minimum": 500},
+            "d": {"$dynamicAnchor": "other", "enum": ["x"]},
+        },
+    },
+    "reference into a list": {
+        "allOf": [{"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]}],
+        "properties": {"b": {"$ref": "#/allOf/0"}},
+        "required": ["b"],
+    },
+    "identifiers": {
+        "$id": "https://example.com/search.json",
+        "type": "object",
+        "properties": {
+            "a": {"$ref": "item.json"},
+            "b": {"$ref": "https://example.com/search.json#/$defs/item"},
+        },
+        "required": ["a", "b"],
+        "$defs": {"item": {"$id": "item.json", "type": "integer", "minimum": 700}},
+    },
+    "escaped reference": {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/x~1y%25"}},
+        "required": ["a"],
+        "$defs": {"x/y%": {"type": "boolean"}, "x": {"y%": {"type": "null"}}},
+    },
+    "two references": {
+        "type": "object",
+        "properties": {"a": {"allOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/c"}]}},
+        "required": ["a"],
+        "$defs": {
+            "b": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+            "c": {"properties": {"x": {"minimum": 900}, "y": {"const": 1}}, "required": ["y"]},
+        },
+    },
+    "recursive list": {
+        "type": "object",
+        "properties": {"children": {"type": "array", "items": {"$ref": "#"}}},
+        "required": ["children"],
+    },
+    "recursive option": {
+        "type": "object",
+        "properties": {"sum": {"$ref": "#/$defs/term"}},
+        "required": ["sum"],
+        "$defs": {
+            "term": {
+                "anyOf": [
+                    {
+                        "type": "object",
+                        "properties": {
+                            "left": {"$ref": "#/$defs/term"},
+                            "right": {"$ref": "#/$defs/term"},
+                        },
+                        "required": ["left", "right"],
+                        "additionalProperties": False,
+                    },
+                    {"type": "number"},
+                ]
+            }
+        },
+    },
+    "large integers": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1},
+            "b": {"type": "integer", "exclusiveMinimum": 2**63 - 1},
+            "c": {"type": "integer", "maximum": -(10**17)},
+            "d": {"type": "integer", "multipleOf": 10**17 + 1},
+            "e": {"type": "integer", "minimum": 10**400},
+            "f": {"type": "integer", "minimum": 1.5, "maximum": 2.5},
+        },
+        "required": [*"abcdef"],
+    },
+    "forbidden parameter": {
+        "type": "object",
+        "properties": {"a": False, "b": True},
+        "required": ["b"],
+    },
+    "only null": {
+        "type": "object",
+        "properties": {"a": {"anyOf": [{"type": "null"}]}},
+        "required": ["a"],
+    },
 }
 
 
@@ -185,6 +272,13 @@ def test_arguments_fit_the_schema(kind: str) -> None:
         {"type": "string", "pattern": "^[A-Z]{3}$"},
         {"$ref": "#/$defs/missing"},
         {"$ref": "other.json"},
+        {"$ref": "http://[::1"},
+        {"$ref": "#"},
+        {"$ref": "#missing"},
+        {"$ref": "#/required/a"},
+        {"$ref": "#/type/0"},
+        {"type": "array", "minItems": 1, "items": {"$ref": "#/properties/a"}},
+        {"anyOf": [{"properties": {"a": {"$ref": "#"}}, "required": ["a"]}] * 20},
         {"allOf": [{"$ref": "#/properties/a"}]},
         {"type": "integer", "minimum": 9, "maximum": 3},
         {"not": {}},
@@ -201,6 +295,28 @@ def test_impossible_arguments_are_refused(value: Json) -> None:
     with pytest.raises(InputError) as caught:
         arguments_for({"type": "function", "function": function}, Random(0))
     assert caught.value.rule == rules.NO_ARGUMENTS.id
+
+
+def test_recursive_arguments_are_short() -> None:
+    for kind in ("recursive list", "recursive option"):
+        called: JsonObject = {
+            "type": "function",
+            "function": {"name": "t", "parameters": dict(GOOD[kind])},
+        }
+        sizes = [len(json.dumps(arguments_for(called, Random(seed)))) for seed in range(20)]
+        assert max(sizes) < 500
+
+
+@pytest.mark.parametrize("reference", ["#/required/x", "#/type/0", "#/minProperties/x", "http://["])
+def test_arguments_for_a_reference_to_nothing_do_not_fit(reference: str) -> None:
+    schema: JsonObject = {
+        "type": "object",
+        "minProperties": 0,
+        "required": ["a"],
+        "properties": {"a": {"type": "integer"}, "b": {"$ref": reference}},
+    }
+    assert not schema_problem({"a": 1}, schema)
+    assert schema_problem({"a": 1, "b": 2}, schema)
 
 
 def test_references_to_addresses_are_not_followed() -> None:

@@ -68,6 +68,9 @@ def schema_problem(arguments: Json, schema: JsonObject) -> str:
         return f"a comparison that is {limit}"
     except (Unresolvable, RecursionError) as unresolved:
         return f"{type(unresolved).__name__}: {unresolved}"
+    except (ValueError, TypeError, AttributeError):
+        # jsonschema's errors if a reference leads to a value that is no schema, or into a text
+        return "a reference of the schema leads to no schema"
     return "" if error is None else f"{error.json_path}: {error.message}"
 
 

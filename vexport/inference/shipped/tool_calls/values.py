@@ -1,15 +1,30 @@
-"""Make values that fit a JSON schema, at random."""
+"""Make values that fit a JSON schema, at random.
 
-from collections.abc import Callable, Mapping
-from math import isfinite
+A schema may have several readings: one for each option of `anyOf` and `oneOf`. The first reading
+for which there is a value is used. A schema may refer to itself. Below `_MOST_LEVELS`, the values
+with the fewest levels are made, so that they come to an end.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice, product
+from math import ceil, floor, isfinite
 from random import Random
 from typing import NamedTuple
 
 from vexport.inference.shipped.base import JsonObject
 from vexport.records import Json
 
-# Optional values below this depth are left out. A schema may refer to itself.
+# Optional values below this depth are left out.
 _MOST_LEVELS = 4
+# Values below this depth are never made.
+_DEEPEST = 2 * _MOST_LEVELS
+# A schema with more readings is not searched to the end.
+_MOST_READINGS = 64
+# Number of schemas that are read in the search for one value.
+_MOST_STEPS = 20_000
+_ENDLESS = "the schema refers to itself without an end"
+_OPTIONS = ("anyOf", "oneOf")
+_REFERENCES = ("$ref", "$dynamicRef")
 # A longer list or text does not fit in a response.
 _MOST_ITEMS = 100
 _MOST_CHARACTERS = 1000
@@ -34,10 +49,14 @@ _PEOPLE = ("Ana Lopez", "Ben Okafor", "Chloe Martin", "Dev Patel", "Emma Berg", 
 
 
 class _Place(NamedTuple):
-    """The key of a value, and its depth in the arguments."""
+    """The key of a value, its depth in the arguments, and the largest depth of values in it."""
 
     key: str
     level: int
+    deepest: int = _DEEPEST
+
+    def inner(self, key: str) -> "_Place":
+        return _Place(key, self.level + 1, self.deepest)
 
 
 class CannotMake(Exception):
@@ -48,8 +67,14 @@ class ValueMaker:
     """Makes values for parts of the schema `root`, with the random numbers of `chooser`."""
 
     def __init__(self, root: JsonObject, chooser: Random) -> None:
+        from referencing import Registry, Resource
+        from referencing.jsonschema import DRAFT202012
+
         self._root = root
         self._chooser = chooser
+        self._steps = 0
+        resource = Resource.from_contents(dict(root), default_specification=DRAFT202012)
+        self._resolver = Registry().resolver_with_root(resource)
 
     def arguments(self) -> dict[str, Json]:
         """Return arguments with all required parameters and about half of the others.
@@ -65,13 +90,31 @@ class ValueMaker:
         return made
 
     def _make(self, schema: Json, place: _Place) -> Json:
+        """Make a value for the first reading that has one.
+
+        At `_MOST_LEVELS`, values with fewer levels come before earlier readings.
+        """
+        if schema is False:
+            raise CannotMake("no value is allowed")
         if not isinstance(schema, Mapping):
             return self._word()
-        return self._made(self._resolved(schema), place)
+        readings = [*islice(self._readings(schema), _MOST_READINGS)]
+        is_last = place.level == _MOST_LEVELS
+        limits = range(place.level, _DEEPEST + 1) if is_last else (place.deepest,)
+        state = self._chooser.getstate()
+        reasons = []
+        for reading, deepest in ((each, limit) for limit in limits for each in readings):
+            try:
+                return self._made(reading, place._replace(deepest=deepest))
+            except CannotMake as error:
+                reasons.append(error)
+                self._chooser.setstate(state)
+        raise reasons[-1] if reasons else CannotMake(_ENDLESS)
 
     def _made(self, schema: JsonObject, place: _Place) -> Json:
-        if place.level > 2 * _MOST_LEVELS:
-            raise CannotMake("the schema refers to itself without an end")
+        self._count_step()
+        if place.level > place.deepest:
+            raise CannotMake(_ENDLESS)
         if "const" in schema:
             return schema["const"]
         for key in ("enum", "examples"):
@@ -88,36 +131,58 @@ class ValueMaker:
         }
         return makers.get(_type_of(schema), self._text)(schema, place)
 
-    def _resolved(self, schema: JsonObject) -> JsonObject:
-        """Return the schema with local references, `allOf` and the first real option merged in."""
-        for _ in range(2 * _MOST_LEVELS):
-            reference = schema.get("$ref")
-            options = schema.get("anyOf") or schema.get("oneOf")
-            every = schema.get("allOf")
-            if isinstance(reference, str):
-                schema = _merged(_without(schema, "$ref"), self._pointed(reference))
-            elif isinstance(options, list):
-                real = [each for each in options if isinstance(each, Mapping)]
-                chosen = next((each for each in real if each.get("type") != "null"), {})
-                schema = _merged(_without(schema, "anyOf", "oneOf"), chosen)
-            elif isinstance(every, list):
-                rest = _without(schema, "allOf")
-                for each in every:
-                    rest = _merged(rest, each if isinstance(each, Mapping) else {})
-                schema = rest
-            else:
-                return schema
-        raise CannotMake("the schema refers to itself without an end")
+    def _readings(
+        self, schema: JsonObject, followed: frozenset[str] = frozenset()
+    ) -> Iterator[JsonObject]:
+        """Yield the schema with references, `allOf` and one option of each list merged in.
+
+        `followed` has the references that lead to the schema. A reading that would follow one of
+        them again has no end, and is left out.
+        """
+        self._count_step()
+        rest = _without(schema, *_REFERENCES, *_OPTIONS, "allOf")
+        parts: list[Iterable[JsonObject]] = []
+        for name in _REFERENCES:
+            reference = schema.get(name)
+            if not isinstance(reference, str):
+                continue
+            if reference in followed:
+                return
+            target = self._pointed(reference)
+            parts.append(self._readings(target, followed | {reference}))
+        for name in _OPTIONS:
+            if options := _mappings(schema.get(name)):
+                parts.append(self._readings_of_options(options, followed))
+        parts += [self._readings(each, followed) for each in _mappings(schema.get("allOf"))]
+        for chosen in product(*(islice(part, _MOST_READINGS) for part in parts)):
+            merged = rest
+            for each in chosen:
+                merged = _merged(merged, each)
+            yield merged
+
+    def _readings_of_options(
+        self, options: list[JsonObject], followed: frozenset[str]
+    ) -> Iterator[JsonObject]:
+        for option in sorted(options, key=lambda each: each.get("type") == "null"):
+            yield from self._readings(option, followed)
+
+    def _count_step(self) -> None:
+        self._steps += 1
+        if self._steps > _MOST_STEPS:
+            raise CannotMake(f"no value after {_MOST_STEPS:,} steps")
 
     def _pointed(self, reference: str) -> JsonObject:
-        target: Json = dict(self._root)
-        if reference != "#" and not reference.startswith("#/"):
-            raise CannotMake(f"the reference {reference} leads out of the schema")
-        for step in reference.removeprefix("#").split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            target = target.get(name) if isinstance(target, Mapping) else None
+        """Return the schema that a reference leads to. Only parts of the root are found."""
+        from referencing.exceptions import Unresolvable
+
+        try:
+            target: object = self._resolver.lookup(reference).contents
+        except (Unresolvable, ValueError, TypeError):  # a step of text in a list, for example
+            raise CannotMake(f"the reference {reference} leads to nothing in the schema") from None
+        if target is True:
+            return {}
         if not isinstance(target, Mapping):
-            raise CannotMake(f"the reference {reference} leads to nothing")
+            raise CannotMake(f"the reference {reference} leads to no schema")
         return target
 
     def _object(self, schema: JsonObject, place: _Place) -> dict[str, Json]:
@@ -130,24 +195,32 @@ class ValueMaker:
             is_chosen = self._chooser.random() < 0.5 and place.level < _MOST_LEVELS
             if is_required or is_chosen:
                 try:
-                    made[key] = self._make(inner, _Place(key, place.level + 1))
+                    made[key] = self._make(inner, place.inner(key))
                 except CannotMake:
                     if is_required:
                         raise
         return made
 
     def _array(self, schema: JsonObject, place: _Place) -> list[Json]:
+        needed = _whole(schema.get("minItems"), 0)
         least = _whole(schema.get("minItems"), min(1, _whole(schema.get("maxItems"), 1)))
         if least > _MOST_ITEMS:
             raise CannotMake(f"a list of at least {least:,} items, more than {_MOST_ITEMS}")
         most = max(least, min(_whole(schema.get("maxItems"), least + 2), least + 2))
         made: list[Json] = []
-        inner = _Place(place.key, place.level + 1)
-        prefix = schema.get("prefixItems")
+        inner = place.inner(place.key)
+        items = schema.get("items", {})
+        # Before version 2020-12, `items` may be a list.
+        prefix = items if isinstance(items, list) else schema.get("prefixItems")
         if isinstance(prefix, list):
             return [self._make(each, inner) for each in prefix]
         for _ in range(self._chooser.randint(least, most)):
-            value = self._make(schema.get("items", {}), inner)
+            try:
+                value = self._make(items, inner)
+            except CannotMake:
+                if len(made) < needed:
+                    raise
+                break
             if value not in made or not schema.get("uniqueItems"):
                 made.append(value)
         return made
@@ -155,8 +228,8 @@ class ValueMaker:
     def _integer(self, schema: JsonObject, place: _Place) -> int:
         low, high = _range(schema, 1, 60)
         step = _whole(schema.get("multipleOf"), 1) or 1
-        first = -(-int(low) // step)
-        return self._chooser.randint(first, max(first, int(high) // step)) * step
+        first = -(-ceil(low) // step)
+        return self._chooser.randint(first, max(first, floor(high) // step)) * step
 
     def _number(self, schema: JsonObject, place: _Place) -> float:
         low, high = _range(schema, 1, 60)
@@ -223,13 +296,22 @@ def _type_of(schema: JsonObject) -> str:
 def _merged(schema: JsonObject, other: JsonObject) -> JsonObject:
     """Return the keys of both schemas. Properties and required keys are joined."""
     merged: dict[str, Json] = {**other, **schema}
-    for key in ("properties", "required"):
-        old, new = other.get(key), schema.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            merged[key] = {**old, **new}
-        if isinstance(old, list) and isinstance(new, list):
-            merged[key] = [*old, *new]
+    old, new = other.get("properties"), schema.get("properties")
+    if isinstance(old, dict) and isinstance(new, dict):
+        both: dict[str, Json] = {
+            name: {"allOf": [new[name], old[name]]} for name in old if name in new
+        }
+        merged["properties"] = {**old, **new, **both}
+    old, new = other.get("required"), schema.get("required")
+    if isinstance(old, list) and isinstance(new, list):
+        merged["required"] = [*old, *new]
     return merged
+
+
+def _mappings(schemas: Json) -> list[JsonObject]:
+    """Return the schemas of a list that restrict anything."""
+    listed = schemas if isinstance(schemas, list) else []
+    return [each for each in listed if isinstance(each, Mapping)]
 
 
 def _without(schema: JsonObject, *keys: str) -> JsonObject:
@@ -241,7 +323,10 @@ def _whole(value: Json, default: int) -> int:
 
 
 def _range(schema: JsonObject, low: float, high: float) -> tuple[float, float]:
-    """Return the smallest and the largest allowed number. One missing bound follows the other."""
+    """Return the smallest and the largest allowed number. One missing bound follows the other.
+
+    Whole numbers stay whole: numbers above 2^53 are not exact as a float.
+    """
     width = high - low
     bounds = [
         _bound(schema, "minimum", "exclusiveMinimum", 1),
@@ -260,5 +345,5 @@ def _bound(schema: JsonObject, name: str, exclusive: str, step: int) -> float | 
     value, outer = schema.get(name), schema.get(exclusive)
     if isinstance(outer, int | float) and not isinstance(outer, bool):
         # Whole numbers are most common. A narrower range is tried again.
-        return float(outer) + step
-    return float(value) if isinstance(value, int | float) else None
+        return outer + step
+    return value if isinstance(value, int | float) else None
