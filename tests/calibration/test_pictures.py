@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 import shutil
 import struct
 import time
@@ -29,15 +30,16 @@ from tests.calibration.seeing import (
     save_seeing,
     write_rows,
 )
-from tests.command import vexport
+from tests.command import ROOT, vexport
 from tests.forked import command, start
 from tests.models import VOCABULARY
 from tests.texts import assert_contains
 from vexport.calibration import Samples, read_samples
 from vexport.calibration import capture as capture_module
 from vexport.calibration.capture import Addition
-from vexport.calibration.conversations import PICTURE, PICTURE_MARK
+from vexport.calibration.conversations import PICTURE, PICTURE_MARK, RowError
 from vexport.calibration.data import require_rows
+from vexport.calibration.file_rows import RawRow, content_of
 from vexport.calibration.model import HiddenStates
 from vexport.calibration.picture_rows import row_with_pictures
 from vexport.calibration.pictures import digest_inputs, open_picture, sees_pictures
@@ -206,6 +208,7 @@ def parts(row: Row) -> list[list[str]]:
 TURN = {"role": "user", "content": "What is this?"}
 SHARE = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "A box"}]
 BYTES = {"bytes": b"1", "path": None}
+OTHER = {"bytes": b"2", "path": "2.png"}
 FORMS: Mapping[str, tuple[Mapping[str, object], list[list[str]], list[object]]] = {
     "image_url": (
         question("data:1", "data:2", text="?", answer="!"),
@@ -263,6 +266,65 @@ FORMS: Mapping[str, tuple[Mapping[str, object], list[list[str]], list[object]]] 
         [["*", "?"], ["!"]],
         [BYTES],
     ),
+    "middle of a sentence": (
+        {"images": ["a", "b"], "question": "Compare <image> with <image>.", "answer": "!"},
+        [["Compare ", "*", " with ", "*", "."], ["!"]],
+        ["a", "b"],
+    ),
+    "several turns": (
+        {
+            "images": ["a", "b"],
+            "messages": [
+                {"role": "user", "content": "<image>\nIs it a box?"},
+                {"role": "assistant", "content": "Yes"},
+                {"role": "user", "content": "And in <image>?"},
+            ],
+        },
+        [["*", "Is it a box?"], ["Yes"], ["And in ", "*", "?"]],
+        ["a", "b"],
+    ),
+    "word in a sentence, and a placeholder": (
+        {"image": "a", "question": "<image>\nWhat does <image> mean?", "answer": "!"},
+        [["*", "What does <image> mean?"], ["!"]],
+        ["a"],
+    ),
+    "numbered columns": (
+        {
+            "question": "<image 3>\nIs it like <image 1>, or <image 3>?",
+            "answer": "!",
+            "image_1": BYTES,
+            "image_2": None,
+            "image_3": OTHER,
+            "image_4": {"bytes": None, "path": None},
+        },
+        [["*", "Is it like ", "*", ", or ", "*", "?"], ["!"]],
+        [OTHER, BYTES, OTHER],
+    ),
+    "numbered columns without placeholders": (
+        {"image_1": "a", "image_2": "b", "question": "?", "answer": "!"},
+        [["*", "*", "?"], ["!"]],
+        ["a", "b"],
+    ),
+    "numbers of a list": (
+        {"images": ["a", "b"], "question": "<|image_2|> or <|image_1|>?", "answer": "!"},
+        [["*", " or ", "*", "?"], ["!"]],
+        ["b", "a"],
+    ),
+    "numbers from zero": (
+        {"images": ["a", "b"], "question": "<image_1> or <image_0>?", "answer": "!"},
+        [["*", " or ", "*", "?"], ["!"]],
+        ["b", "a"],
+    ),
+    "column of another name": (
+        {"screenshot": BYTES, "question": "?", "answer": "!"},
+        [["*", "?"], ["!"]],
+        [BYTES],
+    ),
+    "usual names before other names": (
+        {"mask": OTHER, "image": BYTES, "question": "<image>?", "answer": "!"},
+        [["*", "?"], ["!"]],
+        [BYTES],
+    ),
     "key of a turn": (
         {"messages": [{**TURN, "images": ["a"]}, {"role": "assistant", "content": "x"}]},
         [["*", "What is this?"], ["x"]],
@@ -280,6 +342,23 @@ def test_forms_of_rows(form: str) -> None:
     assert [each.stored for each in row.pictures] == stored
 
 
+PAGE = (ROOT / "vexport/docs/pictures.md").read_text(encoding="utf-8")
+DOCUMENTED = re.findall(r"^\| `(\{.*\})`.* \| .* \|$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("literal", DOCUMENTED)
+def test_documented_rows(literal: str, tmp_path: Path) -> None:
+    line = literal.replace(": ...,", ': "x",').encode()
+    raw = content_of(RawRow(place="", number=1, content=line, file=tmp_path / "metadata.jsonl"))
+    row = row_with_pictures(raw, parse_row(raw, None), None)
+    assert row is not None
+    assert len(row.pictures) == (2 if "b.png" in literal else 1)
+
+
+def test_all_forms_are_documented() -> None:
+    assert len(DOCUMENTED) == 8
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -295,9 +374,69 @@ def test_text_with_pictures(text: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "tag",
+    [
+        "<image>",
+        "<Image>",
+        "<|image|>",
+        "<|image_pad|>",
+        "<image_1>",
+        "<image 1>",
+        "<|image_1|>",
+        "<start_of_image>",
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        "<IMG_CONTEXT>",
+        "<ImageHere>",
+        "<image_placeholder>",
+        "[IMG]",
+        "<img>a.png</img>",
+    ],
+)
+def test_placeholders_of_families(tag: str) -> None:
+    """They are recognized in a sentence, and at its begin and its end."""
+    for text, expected in (
+        (f"See {tag} here", ["See ", "*", " here"]),
+        (f"{tag}What is it?", ["*", "What is it?"]),
+        (f"What is it?\n{tag}", ["What is it?", "*"]),
+    ):
+        raw = {"image": "a", "question": text, "answer": "!"}
+        row = row_with_pictures(raw, parse_row(raw, None), None)
+        assert row is not None
+        assert parts(row)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (
+            {"image": "a", "question": "In <image> or <image>?", "answer": "!"},
+            "2 placeholders for 1 picture",
+        ),
+        (
+            {"images": ["a", "b"], "question": "In <image>?", "answer": "!"},
+            "1 placeholder for 2 pictures",
+        ),
+        (
+            {"image_1": "a", "image_2": "b", "text": "<image 1> or <image 3>?"},
+            "2 placeholders for 2 pictures (no picture for <image 3>)",
+        ),
+        ({"messages": [{**TURN, "content": [{"type": "image"}]}]}, "1 placeholder for 0 pictures"),
+    ],
+)
+def test_other_numbers_of_placeholders_and_pictures(raw: Mapping[str, object], reason: str) -> None:
+    with pytest.raises(RowError) as raised:
+        row_with_pictures(raw, parse_row(raw, None), None)
+    assert (raised.value.rule, raised.value.reason) == (rules.PICTURE, reason)
+
+
+@pytest.mark.parametrize(
     "raw",
     [
         {"text": "plain"},
+        {"text": "plain", "image_1": None, "images": [], "image": {"bytes": None, "path": None}},
+        {"text": "plain", "sound": {"bytes": b"x", "path": "a.wav"}},
+        {"text": "plain", "meta": {"path": "a.png"}},
         {"text": "<image>\nno picture"},
         {"messages": [TURN], "video": "a.mp4", "image": "a.png"},
         {"messages": [{"role": "user", "content": [{"type": "input_audio", "data": "x"}]}]},
@@ -326,6 +465,7 @@ BAD: Mapping[str, tuple[str, str, str]] = {
     "bomb": ("bomb.png", rules.PICTURE_SIZE.id, "more than 89,478,485 pixels"),
     "small bomb": ("small-bomb.png", rules.PICTURE_SIZE.id, "10,000 x 10,000 pixels"),
     "remote": ("https://example.org/a.png", rules.REMOTE_PICTURE.id, "not fetched"),
+    "hub": ("hf://datasets/org/name/a.png", rules.REMOTE_PICTURE.id, "not fetched"),
     "base64": ("data:image/png;base64,%%", rules.PICTURE.id, "not valid base64"),
 }
 
@@ -371,6 +511,44 @@ def test_picture_column_of_parquet(llava: Path, tmp_path: Path) -> None:
     found = read(llava, tmp_path / "data.parquet")
     same = read_rows(llava, tmp_path, question(address(FIRST)), question(address(FIRST)))
     assert found.digest == same.digest
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_folder_of_pictures_with_metadata(suffix: str, llava: Path, tmp_path: Path) -> None:
+    """The folder is read as `datasets` reads an `imagefolder`."""
+    folder = tmp_path / "data"
+    (folder / "train").mkdir(parents=True)
+    rows: list[dict[str, object]] = []
+    for number, image in enumerate((FIRST, SECOND)):
+        (folder / "train" / f"{number}.png").write_bytes(png(image))
+        rows.append({"file_name": f"train/{number}.png", "text": "a box"})
+    file = folder / f"metadata.{suffix}"
+    if suffix == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), file)
+    elif suffix == "csv":
+        lines = [",".join(map(str, row.values())) for row in rows]
+        file.write_text("\n".join(["file_name,text", *lines]))
+    else:
+        write_rows(file, rows)
+    same = [{"text": "a box", "image": address(image)} for image in (FIRST, SECOND)]
+    expected = read_rows(llava, tmp_path, *same)
+    for data in (folder, file):
+        assert read(llava, data).digest == expected.digest
+
+
+def test_metadata_with_lists_and_other_names(llava: Path, tmp_path: Path) -> None:
+    for number, image in enumerate((FIRST, SECOND)):
+        (tmp_path / f"{number}.png").write_bytes(png(image))
+    names = ["0.png", "1.png"]
+    rows: list[dict[str, object]] = [
+        {"file_names": names, "text": "a box"},
+        {"left_file_name": "0.png", "text": "a box"},
+    ]
+    found = read(llava, write_rows(tmp_path / "metadata.jsonl", rows))
+    same = [[address(FIRST), address(SECOND)], [address(FIRST)]]
+    expected = read_rows(llava, tmp_path, *({"text": "a box", "images": each} for each in same))
+    assert found.digest == expected.digest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

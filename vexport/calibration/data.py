@@ -586,9 +586,8 @@ class _Reader(_RowReader):
         assert self._load_processor is not None
         root = parse_data(self._data.name).path
         root = root if root.is_dir() else root.parent
-        pictures = [
-            read_picture(picture, raw.folder, raw.folder and root) for picture in row.pictures
-        ]
+        folder = None if raw.file is None else raw.file.parent
+        pictures = [read_picture(picture, folder, folder and root) for picture in row.pictures]
         text, is_rendered = self._text_with_marks(row)
         ids, sample = self._load_processor().ids(
             text, pictures, row.pictures, is_rendered=is_rendered

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import mimetypes
 import re
 import zlib
 from collections.abc import Generator, Iterator, Mapping
@@ -45,6 +46,9 @@ _FIRST_LIST = re.compile(rb'\{\s*"([^"]+)"\s*:\s*\[\s*[\[{]')
 # parsed to detect a JSON object that spans several lines.
 HEADER_BYTES, PARSED_BYTES = 4096, 1 << 26
 _ARROW_FILE = b"ARROW1"
+# File in a folder of pictures with a row for each picture, and its columns with names of files.
+_METADATA = "metadata"
+_FILE_NAME = re.compile(r"(?:(.+)_)?file_names?")
 # Control characters that do not occur in text.
 _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))
 
@@ -54,14 +58,15 @@ class RawRow:
     """An unparsed row: its place for messages, its number (from 1), and its content.
 
     `content` is a line of JSON, or a parsed record. `continues_previous` is True for paragraphs of
-    a text file after the first paragraph. `folder` has the files that the row names.
+    a text file after the first paragraph. `file` is the local file with the row, if there is one.
+    The row names pictures in the folder of this file.
     """
 
     place: str
     number: int
     content: bytes | object
     continues_previous: bool = False
-    folder: Path | None = None
+    file: Path | None = None
 
 
 def rows_of_file(path: Path, split: str | None) -> Iterator[RawRow]:
@@ -320,10 +325,35 @@ def _broken_table(path: Path, error: Exception) -> InputError:
 
 
 def content_of(raw: RawRow) -> Any:
-    """Return the parsed JSON of a line, or a record unchanged.
+    """Return the parsed JSON of a line, or a record.
 
-    Raises RowError for a line that is not JSON, and InputError for a file that is not UTF-8.
+    In a file `metadata`, columns with names of files are replaced as `datasets` does for a folder
+    of pictures. Raises RowError for a line that is not JSON, and InputError for a file that is not
+    UTF-8.
     """
+    content = _parsed_content(raw)
+    is_metadata = raw.file is not None and raw.file.name.partition(".")[0] == _METADATA
+    return _with_files(content) if is_metadata and isinstance(content, Mapping) else content
+
+
+def _with_files(content: Mapping[object, object]) -> Mapping[object, object]:
+    """Replace `file_name` by `image`, and `NAME_file_name` by `NAME`, with the files as values."""
+    others: dict[object, object] = {}
+    files: dict[object, object] = {}
+    for key, value in content.items():
+        names = value if isinstance(value, list) else [value]
+        found = _FILE_NAME.fullmatch(key) if isinstance(key, str) else None
+        if found is None or not all(isinstance(name, str) for name in names):
+            others[key] = value
+            continue
+        stored = [{"bytes": None, "path": name} for name in names]
+        kind = (mimetypes.guess_type(str(names[0]))[0] or "").partition("/")[0] if names else ""
+        column = found[1] or (kind if kind in ("audio", "video") else "image")
+        files[column] = stored if isinstance(value, list) else stored[0]
+    return others | files
+
+
+def _parsed_content(raw: RawRow) -> Any:
     if not isinstance(raw.content, bytes):
         return raw.content
     try:

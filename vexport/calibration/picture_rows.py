@@ -2,11 +2,14 @@
 
 A picture is in a content part (`image_url` and similar types), in a column such as `images`, or
 under such a key of a turn. Pictures of a column belong to the placeholders of the text, such as
-`<image>`, in their order. Without placeholders they are in front of the first user turn.
+`<image>`, in their order. A placeholder with a number, such as `<image 2>`, names its picture.
+Without placeholders the pictures are in front of the first user turn.
 """
 
+import mimetypes
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from vexport.calibration.conversations import (
@@ -16,13 +19,24 @@ from vexport.calibration.conversations import (
     RowError,
     media_of_part,
 )
-from vexport.calibration.rows import Row, media_columns, placeholders
+from vexport.calibration.rows import (
+    Row,
+    is_empty,
+    is_stored_file,
+    media_columns,
+    number_of_column,
+    placeholders,
+    tags,
+)
 from vexport.rules import calibration as rules
 from vexport.words import plural
 
 # Matches columns, keys and types of content parts for pictures. Video and sound are not read.
-_OF_PICTURES = re.compile(r"(input_|output_)?(image|img|picture|photo)s?(_|-|$)", re.IGNORECASE)
-_OTHER_PLACEHOLDER = re.compile(r"video|audio|speech", re.IGNORECASE)
+_OF_PICTURES = re.compile(r"(input_|output_)?(image|img|picture|photo)s?(_|-|\d|$)", re.IGNORECASE)
+_OTHER_MEDIA = re.compile(r"video|audio|speech", re.IGNORECASE)
+# Columns that differ only in how a picture is stored hold the same picture.
+_STORAGE = re.compile(r"s?(_(url|path|file|bytes|base64|data)s?)?$", re.IGNORECASE)
+_NUMBER = re.compile(r"(\d+)\W*$")
 # Keys of a content part that hold the picture.
 _KEYS = ("image_url", "image", "url", "path", "data", "source", "bytes", "base64")
 
@@ -38,9 +52,20 @@ class Picture:
     stored: object
 
 
-# A place for the next picture of a column.
-_Slot = None
-_Pictures = list[Picture | None]
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A place for a picture of a column: a content part without a picture, or a placeholder."""
+
+    tag: str = ""
+
+    @property
+    def number(self) -> int | None:
+        found = _NUMBER.search(self.tag)
+        return None if found is None else int(found[1])
+
+
+# A content part of a turn.
+_Part = Picture | _Place | object
 
 
 class _OtherMedia(Exception):
@@ -53,7 +78,8 @@ def row_with_pictures(raw: object, row: Row, column: str | None) -> Row | None:
     The pictures are in the order of the text. In the text, PICTURE_MARK is in the place of each
     picture, and in a conversation the part PICTURE.
 
-    Raises RowError if the placeholders and the pictures of a column are not equally many.
+    Raises RowError if the placeholders and the pictures of a column are not equally many, or if a
+    placeholder has the number of no picture.
     """
     if row.ids is not None:
         return None
@@ -68,131 +94,231 @@ def row_with_pictures(raw: object, row: Row, column: str | None) -> Row | None:
 def _placed_in_text(row: Row, kept: Sequence[Picture]) -> Row:
     if not kept or row.text is None:
         return row
-    return replace(row, text=_marked(row.text, len(kept)), pictures=tuple(kept))
+    text, pictures = _marked(row.text, kept)
+    return replace(row, text=text, pictures=tuple(pictures))
 
 
 def _placed(row: Row, kept: Sequence[Picture]) -> Row:
     assert row.conversation is not None
-    turns = [
-        _Turn(message, f"messages[{number}]", has_column=bool(kept))
-        for number, message in enumerate(row.conversation.messages)
-    ]
-    if kept and all(_Slot not in turn.pictures for turn in turns):
-        first = next((turn for turn in turns if turn.message["role"] == "user"), turns[0])
-        first.prepend(kept)
-        kept = ()
-    pictures = _filled([picture for turn in turns for picture in turn.pictures], kept)
+    messages = row.conversation.messages
+    first = next((at for at, each in enumerate(messages) if each["role"] == "user"), 0)
+    unfilled = [_parts_of_turn(each, f"messages[{number}]") for number, each in enumerate(messages)]
+    turns = _filled(unfilled, kept, first)
+    pictures = [part for parts in turns for part in parts if isinstance(part, Picture)]
     if not pictures:
         return row
-    messages = tuple({**turn.message, "content": turn.parts} for turn in turns)
-    return replace(
-        row,
-        conversation=replace(row.conversation, messages=messages),
-        text=None if row.text is None else _marked(row.text, len(pictures)),
-        pictures=tuple(pictures),
-    )
+    text = row.text and _text_of_pair(row.text, kept, pictures)
+    shown = tuple(map(_shown, messages, turns))
+    conversation = replace(row.conversation, messages=shown)
+    return replace(row, conversation=conversation, text=text, pictures=tuple(pictures))
 
 
-class _Turn:
-    """A turn of a conversation: its content parts, and its pictures or slots in their order."""
-
-    def __init__(self, message: Message, field: str, *, has_column: bool) -> None:
-        own = _pictures_of_columns(message, None, f"{field}.")
-        self.message = {key: message[key] for key in message if key not in _own_keys(message)}
-        self.parts: list[object] = []
-        self.pictures: _Pictures = []
-        content = message.get("content")
-        for number, part in enumerate([content] if isinstance(content, str) else content or ()):
-            self._add(part, f"{field}.content[{number}]", has_slots=has_column or bool(own))
-        if own and _Slot in self.pictures:
-            self.pictures = [*_filled(self.pictures, own)]
-        else:
-            self.prepend(own)
-
-    def prepend(self, pictures: Sequence[Picture]) -> None:
-        """Put pictures in front of the turn."""
-        self.parts[:0] = [PICTURE] * len(pictures)
-        self.pictures[:0] = pictures
-
-    def _add(self, part: object, field: str, *, has_slots: bool) -> None:
-        if isinstance(part, str):
-            part = {"type": "text", "text": part}
-        if not isinstance(part, Mapping):
-            self.parts.append(part)
-        elif (kind := media_of_part(part)) is not None:
-            if not _OF_PICTURES.match(kind):
-                raise _OtherMedia
-            self.parts.append(PICTURE)
-            stored = _stored_in_part(part)
-            self.pictures.append(_Slot if stored is None else Picture(field, stored))
-        elif has_slots and isinstance(text := part.get("text"), str):
-            for piece in _split(text):
-                self.parts.append(PICTURE if piece is None else {**part, "text": piece})
-                self.pictures += [_Slot] if piece is None else []
-        else:
-            self.parts.append(part)
+def _text_of_pair(text: str, kept: Sequence[Picture], pictures: Sequence[Picture]) -> str:
+    """Return the text of a conversation with marks. Without all its turns, marks are in front."""
+    with suppress(RowError):
+        marked, found = _marked(text, kept)
+        if found == pictures:
+            return marked
+    return _in_front(text, len(pictures))
 
 
-def _own_keys(message: Message) -> set[str]:
-    return {key for key, _ in media_columns(message)}
+def _shown(message: Message, parts: Sequence[_Part]) -> Message:
+    """Return a message with the part PICTURE for each picture, without its keys of pictures."""
+    own = {key for key, _ in media_columns(message)}
+    kept = {key: message[key] for key in message if key not in own}
+    content = [PICTURE if isinstance(part, Picture) else part for part in parts]
+    return {**kept, "content": content}
 
 
-def _filled(pictures: _Pictures, kept: Sequence[Picture]) -> list[Picture]:
-    """Return pictures with those of a column in the slots."""
-    slots = pictures.count(_Slot)
-    if slots != len(kept):
-        raise _mismatch(slots, len(kept))
-    following = iter(kept)
-    return [next(following) if picture is None else picture for picture in pictures]
+def _parts_of_turn(message: Message, field: str) -> list[_Part]:
+    """Return the content parts of a turn, with the pictures of parts and of the turn's keys."""
+    content = message.get("content")
+    parts = [
+        _part(part, f"{field}.content[{number}]")
+        for number, part in enumerate([content] if isinstance(content, str) else content or ())
+    ]
+    own = _pictures_of_columns(message, None, f"{field}.")
+    return _filled([parts], own, 0)[0] if own else parts
 
 
-def _marked(text: str, pictures: int) -> str:
-    """Return a text with a mark for each picture: at its placeholders, otherwise in front."""
-    pieces = _split(text)
-    found = pieces.count(_Slot)
+def _part(part: object, field: str) -> _Part:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping) or (kind := media_of_part(part)) is None:
+        return part
+    if not _OF_PICTURES.match(kind):
+        raise _OtherMedia
+    stored = _stored_in_part(part)
+    return _Place() if stored is None else Picture(field, stored)
+
+
+def _filled(
+    turns: Sequence[list[_Part]], kept: Sequence[Picture], first: int
+) -> Sequence[list[_Part]]:
+    """Put the pictures of a column at their places in the parts of turns.
+
+    The places are parts without a picture. If these are not as many as the pictures, placeholders
+    in the texts are places, too: at the usual positions, or else at any position. Without places,
+    the pictures are in front of the turn `first`.
+    """
+    found = list[_Place]()
+    for split in (_unsplit, _split_at_placeholders, _split_at_tags):
+        if split is not _unsplit and not kept:
+            break
+        divided = [[piece for part in parts for piece in split(part)] for parts in turns]
+        found = [part for parts in divided for part in parts if isinstance(part, _Place)]
+        chosen = _chosen(found, kept, is_last=split is _split_at_tags)
+        if chosen is not None:
+            following = iter(chosen)
+            return [
+                [next(following) if isinstance(part, _Place) else part for part in parts]
+                for parts in divided
+            ]
     if not found:
-        return "\n".join([PICTURE_MARK * pictures, text])
-    if found != pictures:
-        raise _mismatch(found, pictures)
-    return "".join(PICTURE_MARK if piece is None else piece for piece in pieces)
+        return [[*kept, *parts] if at == first else parts for at, parts in enumerate(turns)]
+    raise _mismatch(found, kept)
 
 
-def _mismatch(places: int, pictures: int) -> RowError:
-    return RowError(
-        f"{plural(places, 'placeholder')} for {plural(pictures, 'picture')}", rules.PICTURE
-    )
+def _chosen(
+    places: Sequence[_Place], kept: Sequence[Picture], *, is_last: bool
+) -> Sequence[Picture] | None:
+    """Return the picture for each place, or None if the numbers of places and pictures differ.
+
+    Placeholders with numbers are read when all placeholders are known.
+    """
+    numbers = [place.number for place in places]
+    if places and None not in numbers:
+        named = _by_number(kept, from_zero=0 in numbers)
+        is_known = is_last and all(number in named for number in numbers)
+        return [named[number] for number in numbers] if is_known else None
+    return kept if places and len(places) == len(kept) else None
 
 
-def _split(text: str) -> list[str | None]:
-    """Split a text at its placeholders. A placeholder becomes a slot.
+def _by_number(kept: Sequence[Picture], *, from_zero: bool) -> Mapping[int | None, Picture]:
+    """Return the pictures by the numbers of their columns, otherwise by their places in a list."""
+    numbers = [number_of_column(picture.field) for picture in kept]
+    if None in numbers:
+        numbers = list(range(0 if from_zero else 1, len(kept) + (0 if from_zero else 1)))
+    return dict(zip(numbers, kept, strict=True))
+
+
+def _mismatch(places: Sequence[_Place], kept: Sequence[Picture]) -> RowError:
+    counts = f"{plural(len(places), 'placeholder')} for {plural(len(kept), 'picture')}"
+    numbers = [place.number for place in places]
+    if None not in numbers:
+        named = _by_number(kept, from_zero=0 in numbers)
+        wrong = next(place.tag for place in places if place.number not in named)
+        counts += f" (no picture for {wrong})"
+    return RowError(counts, rules.PICTURE)
+
+
+def _marked(text: str, kept: Sequence[Picture]) -> tuple[str, list[Picture]]:
+    """Return a text with a mark for each picture, and its pictures in their order."""
+    (parts,) = _filled([[{"type": "text", "text": text}]], kept, 0)
+    pictures = [part for part in parts if isinstance(part, Picture)]
+    if len(parts) == len(pictures) + 1 and parts[:-1] == [*kept] and _text(parts[-1]) == text:
+        return _in_front(text, len(pictures)), pictures
+    marked = (PICTURE_MARK if isinstance(part, Picture) else _text(part) for part in parts)
+    return "".join(map(str, marked)), pictures
+
+
+def _in_front(text: str, pictures: int) -> str:
+    return "\n".join([PICTURE_MARK * pictures, text])
+
+
+def _text(part: object) -> object:
+    return part.get("text") if isinstance(part, Mapping) else None
+
+
+def _unsplit(part: _Part) -> Iterator[_Part]:
+    yield part
+
+
+def _split_at_placeholders(part: _Part) -> Iterator[_Part]:
+    """Split a text at the placeholders at the usual positions."""
+    text = _text(part)
+    usual = list(placeholders(text)) if isinstance(text, str) else []
+    if any(_OTHER_MEDIA.search(str(text), *span) for span in usual):
+        raise _OtherMedia
+    runs = list[tuple[int, int]]()
+    for begin, end in _runs(str(text)):
+        inside = [(start, stop) for start, stop in usual if start < end and begin < stop]
+        if inside:
+            runs.append((min(begin, inside[0][0]), max(end, inside[-1][1])))
+    return _split(part, runs)
+
+
+def _split_at_tags(part: _Part) -> Iterator[_Part]:
+    """Split a text at all placeholders, also in the middle of a sentence."""
+    return _split(part, _runs(str(_text(part))))
+
+
+def _runs(text: str) -> list[tuple[int, int]]:
+    """Return the begins and ends of the placeholders of pictures.
+
+    Adjacent tags with different names are a single placeholder, as in
+    `<|vision_start|><|image_pad|><|vision_end|>`.
+    """
+    runs = list[tuple[int, int]]()
+    names = set[str]()
+    for begin, end in tags(text):
+        if _OTHER_MEDIA.search(text, begin, end):
+            continue
+        name = re.sub(r"\d", "", text[begin:end])
+        if runs and runs[-1][1] == begin and name not in names:
+            runs[-1] = (runs[-1][0], end)
+            names.add(name)
+        else:
+            runs.append((begin, end))
+            names = {name}
+    return runs
+
+
+def _split(part: _Part, runs: Sequence[tuple[int, int]]) -> Iterator[_Part]:
+    """Split a text part at placeholders.
 
     Line breaks around placeholders and empty texts are left out.
     """
-    pieces = list[str | None]()
+    text = _text(part)
+    if not isinstance(part, Mapping) or not isinstance(text, str) or not runs:
+        yield part
+        return
     start = 0
-    for begin, end in placeholders(text):
-        if _OTHER_PLACEHOLDER.search(text, begin, end):
-            raise _OtherMedia
-        pieces += [text[start:begin].strip("\n"), _Slot]
+    for begin, end in runs:
+        if piece := text[start:begin].strip("\n"):
+            yield {**part, "text": piece}
+        yield _Place(text[begin:end].strip())
         start = end
-    pieces.append(text[start:].strip("\n") if start else text)
-    return [piece for piece in pieces if piece != ""]
+    if piece := text[start:].strip("\n"):
+        yield {**part, "text": piece}
 
 
 def _pictures_of_columns(
     raw: Mapping[object, object] | Message, column: str | None, parent: str = ""
 ) -> list[Picture]:
-    """Return the pictures of a row's columns or of a turn's keys.
+    """Return the pictures of a row's columns or of a turn's keys, in the order of the columns.
 
-    If several columns have pictures, as `image` and `image_url`, a column with bytes is preferred.
+    If columns hold the same pictures, as `image` and `image_url`, a column with bytes is preferred.
     """
-    columns = [pair for pair in media_columns(raw) if pair[0] != column]
-    if not all(_OF_PICTURES.match(name) for name, _ in columns):
-        raise _OtherMedia
-    lists = [list(_pictures_in(f"{parent}{name}", value)) for name, value in columns]
-    return min(
-        filter(None, lists), key=lambda pictures: isinstance(pictures[0].stored, str), default=[]
-    )
+    found: dict[str, list[Picture]] = {}
+    for name, value in media_columns(raw):
+        if name == column:
+            continue
+        if not _holds_pictures(name, value):
+            raise _OtherMedia
+        pictures = list(_pictures_in(f"{parent}{name}", value))
+        before = found.setdefault(_STORAGE.sub("", name), pictures)
+        if isinstance(before[0].stored, str) and not isinstance(pictures[0].stored, str):
+            found[_STORAGE.sub("", name)] = pictures
+    return [picture for pictures in found.values() for picture in pictures]
+
+
+def _holds_pictures(name: str, value: object) -> bool:
+    first = value[0] if isinstance(value, list) and value else value
+    if not is_stored_file(first):
+        return _OF_PICTURES.match(name) is not None
+    kind = mimetypes.guess_type(str(first.get("path")))[0]
+    return _OTHER_MEDIA.search(name) is None and (kind is None or kind.startswith("image/"))
 
 
 def _pictures_in(name: str, value: object) -> Iterator[Picture]:
@@ -200,7 +326,7 @@ def _pictures_in(name: str, value: object) -> Iterator[Picture]:
         yield Picture(name, value)
         return
     for number, item in enumerate(value):
-        if not _is_empty(item):
+        if not is_empty(item):
             yield Picture(f"{name}[{number}]", item)
 
 
@@ -210,10 +336,6 @@ def _stored_in_part(part: Mapping[str, object]) -> object:
         value = part.get(key)
         if isinstance(value, Mapping):
             return _stored_in_part(value) or value
-        if not _is_empty(value):
+        if not is_empty(value):
             return value
     return None
-
-
-def _is_empty(value: object) -> bool:
-    return value is None or value in ("", b"", [], {})

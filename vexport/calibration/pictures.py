@@ -9,6 +9,7 @@ import base64
 import binascii
 import io
 import os
+import re
 import stat
 import tempfile
 import warnings
@@ -39,7 +40,8 @@ FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP
 LARGEST_PICTURE = 1 << 26
 # The longest path of Linux. A longer text is base64.
 LONGEST_PATH = 4096
-_REMOTE = ("http:", "https:", "s3:", "gs:", "hf:", "ftp:")
+# Matches addresses such as https://, s3:// and hf://.
+_REMOTE = re.compile(r"(?!file:)[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _PURPOSE = "calibrating on pictures"
 
 
@@ -63,7 +65,7 @@ def read_picture(picture: Picture, folder: Path | None, root: Path | None) -> by
         raise _error(picture, f"{json_type(stored)} instead of a picture")
     if stored[:5].lower() == "data:":
         return _decoded(picture, stored.partition(",")[2])
-    if stored.lower().startswith(_REMOTE):
+    if _REMOTE.match(stored):
         reason = f"{picture.field}: the remote picture {clip(stored, 60)}, which is not fetched"
         raise RowError(reason, rules.REMOTE_PICTURE)
     if len(stored) > LONGEST_PATH:

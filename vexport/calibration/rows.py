@@ -69,12 +69,17 @@ _JSON_OF_OBJECTS = re.compile(r"\s*(\[\s*)?\{\s*['\"]")
 # Roles that may have an empty turn: a call without text, or an empty result.
 _ROLES_WITHOUT_CONTENT = ("assistant", "tool")
 _MEDIA_COLUMN = re.compile(
-    r"(image|img|picture|photo|video|audio|pixel_value)s?(_(url|path|file|bytes|base64|data)s?)?",
+    r"(image|img|picture|photo|video|audio|pixel_value)s?(?:_?(\d+))?"
+    r"(_(url|path|file|bytes|base64|data)s?)?",
     re.IGNORECASE,
 )
-# A placeholder of an image, a video or sound: <image>, <image_1>, <|image_pad|>, <start_of_image>.
-_TAG = r"<\|?(?:[a-z]+_)*(?:image|img|vision|video|audio|speech)(?:here|_[a-z0-9_]+| ?\d+)?\|?>"
-_ANY_PLACEHOLDER = re.compile(_TAG, re.IGNORECASE)
+# A placeholder of an image, a video or sound: <image>, <image 1>, <|image_pad|>, <start_of_image>,
+# [IMG].
+_TAG = (
+    r"(?:<\|?(?:[a-z]+_)*(?:image|img|vision|video|audio|speech)"
+    r"(?:here|_[a-z0-9_]+|[ :#-]?\d+)?\|?>|(?-i:\[IMG\]))"
+)
+_ANY_PLACEHOLDER = re.compile(rf"<img>[^<>\n]+</img>|{_TAG}", re.IGNORECASE)
 # Matches placeholders at the usual positions in data for multimodal models: at the start or the end
 # of a turn, alone on a line, or around a path.
 _PLACEHOLDER = re.compile(
@@ -507,12 +512,44 @@ def _media_column(raw: Mapping[object, object] | Message, column: str | None) ->
 
 def media_columns(
     raw: Mapping[object, object] | Message,
-) -> Iterator[tuple[str, object]]:
-    """Yield the keys with images, video or sound, and their values."""
-    for key, value in raw.items():
-        is_empty = value in (None, "", [], {}) or isinstance(value, bool | int | float)
-        if isinstance(key, str) and _MEDIA_COLUMN.fullmatch(key) and not is_empty:
-            yield key, value
+) -> Sequence[tuple[str, object]]:
+    """Return the keys with images, video or sound, and their values.
+
+    These are keys with a usual name. If there are none, they are the keys whose values are files as
+    `datasets` stores them.
+    """
+    pairs = [
+        (key, value)
+        for key, value in raw.items()
+        if isinstance(key, str) and not is_empty(value) and not isinstance(value, int | float)
+    ]
+    named = [pair for pair in pairs if _MEDIA_COLUMN.fullmatch(pair[0])]
+    return named or [pair for pair in pairs if _holds_files(pair[1])]
+
+
+def _holds_files(value: object) -> bool:
+    items = value if isinstance(value, list) else [value]
+    return all(is_stored_file(item) or is_empty(item) for item in items)
+
+
+def is_stored_file(value: object) -> TypeGuard[Mapping[str, object]]:
+    """Return True for an object with bytes and a path, which `datasets` stores for a file."""
+    return isinstance(value, Mapping) and value.keys() == {"bytes", "path"}
+
+
+def is_empty(value: object) -> bool:
+    """Return True for a value without content, such as an empty text, or a list of such values."""
+    if isinstance(value, list | tuple):
+        return all(map(is_empty, value))
+    if is_stored_file(value):
+        return not any(value.values())
+    return value is None or value in ("", b"", {})
+
+
+def number_of_column(name: str) -> int | None:
+    """Return the number in the name of a column such as `image_2`, or None."""
+    found = _MEDIA_COLUMN.fullmatch(name.rpartition(".")[2])
+    return None if found is None or found[2] is None else int(found[2])
 
 
 def _placeholder(text: str) -> str | None:
@@ -521,11 +558,20 @@ def _placeholder(text: str) -> str | None:
 
 
 def placeholders(text: str) -> Iterator[tuple[int, int]]:
-    """Yield the begins and ends of the placeholders in a turn.
+    """Yield the begins and ends of the placeholders in a turn, at the usual positions.
 
     An HTML tag with a closing tag is not a placeholder, except for `<img>`.
     """
-    for found in _PLACEHOLDER.finditer(text):
+    return _found(_PLACEHOLDER, text)
+
+
+def tags(text: str) -> Iterator[tuple[int, int]]:
+    """Yield the begins and ends of the placeholders in a turn, at any position."""
+    return _found(_ANY_PLACEHOLDER, text)
+
+
+def _found(pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, int]]:
+    for found in pattern.finditer(text):
         mark = found[0].strip()
         if f"</{mark[1:]}" not in text or mark.lower() == "<img>":
             yield found.span()

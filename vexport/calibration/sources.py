@@ -61,14 +61,14 @@ def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
 def _rows_of_path(path: Path, data: CalibrationData) -> Iterator[RawRow]:
     if path.is_file():
         for row in rows_of_file(path, data.split):
-            yield replace(row, folder=path.parent)
+            yield replace(row, file=path)
         return
     if not path.is_dir():
         raise InputError.of(rules.PIPE if path.exists() else rules.NO_DATA, data.name)
     folder = read_folder(path, data.split, data.column)
     rows = ((file, row) for file in folder.files for row in rows_of_file(file, data.split))
     for number, (file, row) in enumerate(rows, start=1):
-        yield replace(row, number=number, folder=file.parent)
+        yield replace(row, number=number, file=file)
 
 
 def _rows_of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
