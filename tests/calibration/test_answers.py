@@ -29,6 +29,7 @@ from tests.command import vexport
 from tests.models import VOCABULARY, save_llama
 from tests.texts import assert_contains, breaks
 from vexport.calibration import Samples, read_samples
+from vexport.calibration.data import require_rows
 from vexport.calibration.gradients import Gradients
 from vexport.calibration.inputs import RoutedTokens, Site, counted_rows, counted_value
 from vexport.calibration.smoothing import Smoother, find_smoothing
@@ -114,6 +115,14 @@ WRONG: Mapping[str, tuple[Mapping[str, object], str]] = {
     "share": ({"assistant_masks": [0, 1, 0.5, 1]}, "assistant_masks with the value 0.5"),
     "nested": ({"loss_mask": [[0, 1, 1, 0]]}, "loss_mask with 1 values"),
     "text": ({"labels": "0110"}, "labels with a string"),
+    "length of labels": ({"labels": ["a"]}, "labels with 1 values for 4 input_ids"),
+    "type of labels": ({"labels": [5, 6, "a", 8]}, "labels with the value 'a' instead of"),
+    "float label": ({"labels": [5, 6, 0.5, 8]}, "labels with the value 0.5"),
+    "nested label": ({"labels": [[5], 6, 7, 8]}, "labels with the value [5]"),
+    "no label": ({"labels": [None, 6, 7, 8]}, "labels with the value None"),
+    "negative label": ({"labels": [-1, 6, 7, 8]}, "instead of a token id or -100"),
+    "text in a mask": ({"loss_mask": ["1", 0, 0, 1]}, "loss_mask with the value '1'"),
+    "list in a mask": ({"loss_mask": [[], 0, 0, 1]}, "loss_mask with the value []"),
 }
 
 
@@ -124,6 +133,8 @@ def test_wrong_marks_are_errors_of_rows(
     rows = write_rows(tmp_path / "rows.jsonl", {"input_ids": [5, 6, 7, 8], **marks})
     with breaks(rules.ROW, "line 1", problem):
         read(rows, calibrate_on="answers")
+    with breaks(rules.ROW, "line 1", problem):
+        require_rows(CalibrationData(name=str(rows), samples=1, seq_len=8, answers_only=True))
     assert len(read(rows).token_ids) == 1
 
 

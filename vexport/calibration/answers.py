@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from vexport.calibration.conversations import Conversation, RowError, Span
 from vexport.records.values import json_type
+from vexport.words import clip
 
 # Columns with a value for each token, in data for training. A token is part of an answer if it is 1
 # in every mask of the row, and not IGNORED in its labels. Sources: `use_loss_mask` of
@@ -12,6 +13,8 @@ from vexport.records.values import json_type
 LOSS_MASK, LABELS = "loss_mask", "labels"
 MARKS = (LOSS_MASK, "assistant_masks", "completion_mask", LABELS)
 IGNORED = -100
+# Maximum number of characters of a wrong value in a message.
+_SHOWN = 40
 # Key of a turn in OpenAI's data for fine-tuning. It is 0 for an answer that is not learned.
 WEIGHT = "weight"
 
@@ -59,13 +62,20 @@ def _column(name: str, value: object, number: int, things: str) -> list[bool]:
     if len(value) != number:
         raise RowError(f"{name} with {len(value):,} values for {number:,} {things}")
     if name == LABELS:
-        return [label != IGNORED for label in value]
+        return [_is_label(each) for each in value]
     return [_is_one(name, each) for each in value]
 
 
+def _is_label(value: object) -> bool:
+    if type(value) is not int or (value < 0 and value != IGNORED):
+        shown = clip(repr(value), _SHOWN)
+        raise RowError(f"{LABELS} with the value {shown} instead of a token id or {IGNORED}")
+    return value != IGNORED
+
+
 def _is_one(name: str, value: object) -> bool:
-    if value not in (0, 1):
-        raise RowError(f"{name} with the value {value!r} instead of 0 or 1")
+    if not isinstance(value, int | float) or value not in (0, 1):
+        raise RowError(f"{name} with the value {clip(repr(value), _SHOWN)} instead of 0 or 1")
     return bool(value)
 
 

@@ -377,6 +377,8 @@ class _RowReader:
         row = parse_row(content, column)
         if self._reads_pictures and (with_pictures := row_with_pictures(content, row, column)):
             return with_pictures
+        if row.ids is not None and self._data.answers_only:
+            marked_tokens(row.marks, len(row.ids) + len(row.hidden))
         refuse_media(content, row, column)
         return row
 
