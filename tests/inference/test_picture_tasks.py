@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,20 @@ def _parquet(folder: Path, write: Callable[[Path], object]) -> Path:
     return file
 
 
+def write_folder(folder: Path, dataset: str) -> Path:
+    """Write a folder of pictures with metadata.jsonl."""
+    shots = folder / "shots"
+    shots.mkdir(parents=True)
+    rows = rows_of(lambda number, _: f"{number}.png")
+    for number, each in enumerate(picture_questions(DOCUMENTS, 0)):
+        each.picture.save(shots / f"{number}.png")
+    lines = [json.dumps({"file_name": row.pop("image"), **row}) for row in rows]
+    (shots / "metadata.jsonl").write_text("\n".join(lines))
+    kwargs = "{data_dir: shots}" if dataset == "imagefolder" else "null"
+    splits = {"dataset_kwargs": kwargs, "test_split": "train"}
+    return write_task(folder, [], dataset_path=dataset, **splits)
+
+
 def evaluated(task: Path, candidate: str, baseline: str, folder: Path, *options: object) -> Ran:
     given = ["--tokenizer", DEMO, "--output-dir", folder, "--quiet", "--format", "json"]
     return vexport("eval", candidate, "--baseline", baseline, "--task", task, *given, *options)
@@ -138,6 +153,21 @@ def test_servers_get_the_conversations_of_sight(
     assert len({each["prompt_hash"] for each in samples}) == DOCUMENTS
 
 
+@pytest.mark.parametrize("dataset", ["imagefolder", "./shots"])
+def test_folder_of_pictures(dataset: str, tmp_path: Path) -> None:
+    """A changed picture or description is a changed input of the finished evaluation."""
+    task, out = write_folder(tmp_path / "tasks", dataset), tmp_path / "run"
+    server = seeing.SeeingServer()
+    with replying(server.reply) as url:
+        codes = [evaluated(task, url, url, out, "--margin", "0.5").code for _ in range(2)]
+        metadata = tmp_path / "tasks/shots/metadata.jsonl"
+        replace_content(metadata, metadata.read_bytes().replace(b"What", b"what"))
+        changed = evaluated(task, url, url, out)
+    assert codes == [0, 0]
+    assert changed.code == 2
+    assert_contains(changed.stderr, "another content of the tasks")
+
+
 def _samples(folder: Path) -> list[dict[str, Any]]:
     files = [*folder.rglob("samples_*.jsonl")]
     assert len(files) == 2
@@ -161,6 +191,31 @@ def test_changed_picture_is_another_question(tmp_path: Path) -> None:
         ran = vexport("eval", url, *later, *given, "--output-dir", tmp_path / "other")
     assert ran.code == 2
     assert_contains(ran.stderr, "1 of 12 questions changed")
+
+
+def replace_content(file: Path, content: bytes) -> None:
+    """Write other bytes of the same number, and keep the file's time."""
+    before = file.stat()
+    assert len(content) == before.st_size
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_finished_evaluation_notices_changed_picture(tmp_path: Path) -> None:
+    """Another picture has the same name, size and time."""
+    task, out = write_files(tmp_path / "tasks"), tmp_path / "run"
+    shots = sorted((tmp_path / "tasks/shots").iterdir())
+    for shot in shots:
+        Image.open(shot).convert("RGB").save(shot, "BMP")
+    server = seeing.SeeingServer()
+    with replying(server.reply) as url:
+        codes = [evaluated(task, url, url, out).code for _ in range(2)]
+        asked = len(server.asked)
+        replace_content(shots[1], shots[0].read_bytes())
+        changed = evaluated(task, url, url, out)
+    assert codes[0] == codes[1]
+    assert (changed.code, len(server.asked)) == (2, asked)
+    assert_contains(changed.stderr, f"another {shots[1]}", "--overwrite")
 
 
 def test_order_system_and_beginning_of_response(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_folder_keeps_number_of_checkpoints(
     """
     directory = RunDirectory(tmp_path / "out", "--output-dir")
     directory.begin(overwrite=False)
-    directory.finish(stage, {}, 0.0)
+    directory.finish(stage, {}, {}, 0.0)
     directory.require_same_number(same)
     with pytest.raises(InputError, match="choose another --output-dir"):
         directory.require_same_number(other)

@@ -4,6 +4,7 @@ A stage reads the results of earlier stages. A second call reuses complete and p
 """
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from shutil import copytree
 
 import pytest
 
+from tests.calibration.seeing import picture, save_seeing, write_rows
 from tests.command import vexport
 from tests.models import save_llama, write_calibration
 from tests.quantize.test_streaming import write_model
@@ -25,17 +27,25 @@ from vexport.inference.session_folder import clear_session
 from vexport.names import Folder
 from vexport.outputs.manifest import MANIFEST, record
 from vexport.outputs.replaceable import locked_folder
-from vexport.records import CheckReport, silent
+from vexport.records import CalibrationRecord, CheckReport, silent
 from vexport.run.directory import KIND, Digests, RunDirectory
 from vexport.run.eval_run import evaluate_checkpoints
 from vexport.run.run import Run
 from vexport.run.scenario_run import run_scenario
 from vexport.run.side import local_side
 from vexport.run.stages.concluding import STAGES
-from vexport.run.stages.making import MAKING, Maker, check, checked, plan_candidates, quantize
+from vexport.run.stages.making import (
+    MAKING,
+    Maker,
+    calibrate,
+    check,
+    checked,
+    plan_candidates,
+    quantize,
+)
 from vexport.run.stages.serving import serve_candidate
 from vexport.run.work import Stage, Work
-from vexport.scenario import Check, Evaluate, Serve, base_scenario, read_scenario
+from vexport.scenario import Calibration, Check, Evaluate, Serve, base_scenario, read_scenario
 from vexport.scenario.evaluate import JudgementSettings, TransportSettings
 
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"
@@ -173,13 +183,41 @@ def test_session_depends_on_files_of_a_task(file: str, llama: Path, tmp_path: Pa
     assert [name for name in after if after[name] != before[name]] == ["content of the tasks"]
 
 
+def test_changed_pictures_of_calibration_are_noticed(tmp_path: Path) -> None:
+    """The picture keeps its name, its size and its time."""
+    source = save_seeing("llava", tmp_path / "model")
+    for number in range(2):
+        picture(60, 60, number).save(tmp_path / f"{number}.bmp")
+    row = {"image": "0.bmp", "question": "what is it?", "answer": "a box"}
+    data = write_rows(tmp_path / "rows.jsonl", [row])
+    scenario = base_scenario(Folder.at(source), "FP8", None).model_copy(
+        update={"calibration": Calibration(data=str(data), samples=1, seq_len=128)}
+    )
+
+    def calibrated() -> CalibrationRecord:
+        directory = RunDirectory(tmp_path / "run")
+        directory.begin(overwrite=False)
+        maker = Maker(scenario, directory, options_of(Serve()))
+        maker.do(plan_candidates, calibrate)
+        return maker.result(calibrate)
+
+    assert calibrated() == calibrated()
+    file = tmp_path / "0.bmp"
+    before = file.stat()
+    file.write_bytes((tmp_path / "1.bmp").read_bytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    with assert_raises(InputError, "another ", "0.bmp"):
+        calibrated()
+
+
 def test_changed_limit_is_named(run: Maker, tmp_path: Path, llama: Path) -> None:
     """The error for a run directory with other settings names the changed setting."""
     old, new = (
         session_digests(Evaluate(tasks=("arc_easy",), limit=limit), llama, tmp_path / "run")
         for limit in (8, 9)
     )
-    run.directory.finish("serve candidate", old, 1.0)
+    run.directory.finish("serve candidate", old, {}, 1.0)
     assert run.directory.is_done("serve candidate", old)
     with pytest.raises(InputError, match="an earlier run with another `limit`"):
         run.directory.is_done("serve candidate", new)
@@ -194,7 +232,7 @@ def test_only_judgement_and_transport_keep_responses(
     kept = {*JudgementSettings.model_fields, *TransportSettings.model_fields}
     digested = {key for key in Evaluate.model_fields if f"`{key}`" in old}
     assert digested == Evaluate.model_fields.keys() - kept
-    run.directory.finish("serve candidate", old, 1.0)
+    run.directory.finish("serve candidate", old, {}, 1.0)
     others = asked.model_copy(update={"margin": 0.5, "kl_limit": 1.0, "concurrency": 2})
     assert run.directory.is_done("serve candidate", session_digests(others, llama, tmp_path))
     others = asked.model_copy(update={"max_gen_toks": 9})
@@ -237,8 +275,8 @@ def test_changed_checkpoints_are_refused(change: Callable[[Path], object], tmp_p
     source = write_model(tmp_path / "source", hidden=64, layers=1)
     made = copytree(source, tmp_path / "run" / "checkpoint")
     inputs = {"source": folder_digest(source)}
-    RunDirectory(tmp_path / "run").finish("calibrate", inputs, 1.0)
-    RunDirectory(tmp_path / "run").finish("quantize", inputs, 1.0, made)
+    RunDirectory(tmp_path / "run").finish("calibrate", inputs, {}, 1.0)
+    RunDirectory(tmp_path / "run").finish("quantize", inputs, {}, 1.0, made)
     for file in (*source.iterdir(), *made.iterdir()):
         file.chmod(0o640)
     (source / "README.md").write_text("Read me.")

@@ -4,7 +4,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cache, cached_property, partial
 from itertools import chain, islice
@@ -114,8 +114,8 @@ class Samples:
     `counted` is True for each token that statistics count, and empty if they count all tokens.
     `data` is the name of the data set. For samples of several data sets, `origins` has the name of
     the data set of each sample. If any sample has pictures, `pictures` has an entry for each
-    sample. `notes` are sentences about skipped rows and about parts of conversations that the chat
-    template does not render.
+    sample, and `files` maps the pictures beside the data to their SHA-256. `notes` are sentences
+    about skipped rows and about parts of conversations that the chat template does not render.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -125,6 +125,7 @@ class Samples:
     origins: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     pictures: tuple[PictureSample | None, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -226,6 +227,7 @@ def _mixed(parts: Sequence[Samples]) -> Samples:
         data=", ".join(f"{part.data} ({plural(len(part.rows), 'sample')})" for part in parts),
         origins=tuple(part.data for part in parts for _ in part.rows),
         notes=tuple(chain.from_iterable(part.notes for part in parts)),
+        files=dict(chain.from_iterable(part.files.items() for part in parts)),
         pictures=tuple(part.pictures_of(place) for part in parts for place in range(len(part.rows)))
         if any(part.pictures for part in parts)
         else (),
@@ -375,10 +377,10 @@ class _RowReader:
     def _parsed(self, raw: RawRow) -> Row:
         content, column = content_of(raw), self._data.column
         row = parse_row(content, column)
-        if self._reads_pictures and (with_pictures := row_with_pictures(content, row, column)):
-            return with_pictures
         if row.ids is not None and self._data.answers_only:
             marked_tokens(row.marks, len(row.ids) + len(row.hidden))
+        if self._reads_pictures and (with_pictures := row_with_pictures(content, row, column)):
+            return with_pictures
         refuse_media(content, row, column)
         return row
 
@@ -418,6 +420,7 @@ class _Reader(_RowReader):
         self._checkpoint = checkpoint
         self._load_tokenizer = tokenizer
         self.number_read = 0
+        self._files: dict[str, str] = {}
         self._omitted = Counter[str]()
         self._unused = Counter[str]()
         # The number of samples that were skipped because no token counts.
@@ -476,6 +479,7 @@ class _Reader(_RowReader):
             pictures=tuple(row.pictures for row in samples)
             if any(row.pictures for row in samples)
             else (),
+            files=self._files,
         )
         return replace(read, notes=(*self.notes(), *self._notes_on_answers(read)))
 
@@ -589,7 +593,9 @@ class _Reader(_RowReader):
         root = parse_data(self._data.name).path
         root = root if root.is_dir() else root.parent
         folder = None if raw.file is None else raw.file.parent
-        pictures = [read_picture(picture, folder, folder and root) for picture in row.pictures]
+        pictures = [
+            read_picture(picture, folder, folder and root, self._files) for picture in row.pictures
+        ]
         text, is_rendered = self._text_with_marks(row)
         ids, sample = self._load_processor().ids(
             text, pictures, row.pictures, is_rendered=is_rendered

@@ -14,7 +14,7 @@ import stat
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,11 +50,13 @@ def sees_pictures(config: Mapping[str, object]) -> bool:
     return isinstance(config.get("vision_config"), Mapping)
 
 
-def read_picture(picture: Picture, folder: Path | None, root: Path | None) -> bytes:
+def read_picture(
+    picture: Picture, folder: Path | None, root: Path | None, files: MutableMapping[str, str]
+) -> bytes:
     """Return the bytes of a picture.
 
     Paths are relative to `folder` and must stay in `root`. Both are None for data without a folder.
-    Raises RowError if the picture cannot be read.
+    The SHA-256 of a file is added to `files`. Raises RowError if the picture cannot be read.
     """
     stored = picture.stored
     if isinstance(stored, Mapping):
@@ -74,7 +76,9 @@ def read_picture(picture: Picture, folder: Path | None, root: Path | None) -> by
         stored = unquote(stored[7:])
     elif (data := _plain_base64(stored)) is not None:
         return data
-    return _read_file(picture, stored, folder, root)
+    data = _read_file(picture, stored, folder, root)
+    files[str(Path(folder or "", stored).absolute())] = digest_bytes(data)  # links may change
+    return data
 
 
 def _error(picture: Picture, reason: str) -> RowError:

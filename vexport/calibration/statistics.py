@@ -276,6 +276,7 @@ def calibrate(
         smoothing=smoothing or {},
         token_weights=token_weights or {},
         routed=statistics.routing(),
+        files=samples.files,
     )
 
 

@@ -143,7 +143,10 @@ class ArgumentsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionResult:
-    """Responses of a session. If `failure` is set, these are the responses before the failure."""
+    """Responses of a session. If `failure` is set, these are the responses before the failure.
+
+    `files` maps the pictures that the tasks' documents name to their SHA-256.
+    """
 
     checkpoint: Path
     platform: str
@@ -153,6 +156,7 @@ class SessionResult:
     logprobs_file: Path | None = None
     text_file: Path | None = None
     drafts: tuple[DraftCounts, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
     failure: EngineFailure | None = None
     problem: InputProblem | None = None
 

@@ -1,6 +1,6 @@
 """Limits and errors of the pictures in the documents of lm-eval's tasks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from vexport.calibration.picture_rows import Picture
 from vexport.calibration.pictures import open_picture
 from vexport.errors import InputError, VexportError, first_line
 from vexport.errors.extras import require_extra
+from vexport.files import digest_bytes
 from vexport.inference.model import override_attribute
 from vexport.rules import sight as rules
 
@@ -30,17 +31,18 @@ def document_errors(where: str) -> Iterator[None]:
 
 
 @contextmanager
-def bounded_pictures() -> Iterator[None]:
+def bounded_pictures(files: MutableMapping[str, str]) -> Iterator[None]:
     """Inside the block, pictures in columns of datasets are decoded as `open_picture` does.
 
-    Reading a document raises InputError if a picture has too many pixels, or is broken.
+    The SHA-256 of each file with a picture is added to `files`. Reading a document raises
+    InputError if a picture has too many pixels, or is broken.
     """
     import datasets
 
     original: Callable[..., object] = datasets.Image.decode_example
 
     def decode_example(self: object, value: object, *options: object, **named: object) -> object:
-        data = _stored_bytes(value)
+        data = _stored_bytes(value, files)
         if data is None:
             return original(self, value, *options, **named)
         require_extra("PIL", PURPOSE)
@@ -53,11 +55,15 @@ def bounded_pictures() -> Iterator[None]:
         yield
 
 
-def _stored_bytes(value: object) -> bytes | None:
+def _stored_bytes(value: object, files: MutableMapping[str, str]) -> bytes | None:
     """Return the bytes of a picture of a dataset, or None if they are not on this machine."""
     if not isinstance(value, Mapping):
         return None
     if isinstance(data := value.get("bytes"), bytes):
         return data
     path = value.get("path")
-    return Path(path).read_bytes() if isinstance(path, str) and Path(path).is_file() else None
+    if not isinstance(path, str) or not Path(path).is_file():
+        return None
+    data = Path(path).read_bytes()
+    files[str(Path(path).absolute())] = digest_bytes(data)
+    return data

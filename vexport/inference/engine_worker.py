@@ -50,7 +50,8 @@ def ask_engine(
     if request.tasks:
         from vexport.inference.lm_eval_runner import run_tasks
 
-        run_tasks(arguments, llm, request, on_progress)
+        files = run_tasks(arguments, llm, request, on_progress)
+        result = replace(result, files=files)
     return result
 
 

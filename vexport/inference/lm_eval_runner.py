@@ -6,7 +6,7 @@ Only worker processes import this module.
 import importlib.metadata
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -63,7 +63,7 @@ _MAX_TEMPLATES = 4096
 
 def run_tasks(
     model_args: ModelArguments, llm: "LLM", request: SessionRequest, progress: OnProgress
-) -> None:
+) -> Mapping[str, str]:
     """Evaluate `request.tasks` on an engine that was built with `model_args`; see `ask_tasks`."""
     arguments = constructor_arguments(model_args)
     kept = StoredResponses(None)
@@ -71,7 +71,7 @@ def run_tasks(
         kept = open_stored_responses(request.output, f"{request.identity} {engine_words()}")
     size = request.batch_size
     answering_model = EngineModel(llm, kept, progress, size if isinstance(size, int) else None)
-    ask_tasks(answering_model, arguments, request)
+    return ask_tasks(answering_model, arguments, request)
 
 
 def constructor_arguments(model_args: ModelArguments) -> dict[str, JsonValue]:
@@ -81,21 +81,25 @@ def constructor_arguments(model_args: ModelArguments) -> dict[str, JsonValue]:
     return arguments
 
 
-def ask_tasks(answering_model: Model, arguments: ModelArguments, request: SessionRequest) -> None:
+def ask_tasks(
+    answering_model: Model, arguments: ModelArguments, request: SessionRequest
+) -> Mapping[str, str]:
     """Evaluate `request.tasks` and write lm-eval's result and sample files into `request.output`.
 
-    `arguments` are for lm-eval's model class. Raises InputError with the task's name if a task
-    cannot be loaded or its prompts are too long.
+    `arguments` are for lm-eval's model class. Return the SHA-256 of each file with a picture.
+    Raises InputError with the task's name if a task cannot be loaded or its prompts are too long.
     """
     assert request.output is not None, "a request with tasks has an output folder"
-    with _prepared(request) as scratch:
+    files: dict[str, str] = {}
+    with _prepared(request, files) as scratch:
         model, arguments = _wrapped(answering_model, arguments, request)
-        _evaluate(model, answering_model, arguments, request, scratch / "output")
+        _evaluate(model, answering_model, arguments, request, scratch / "output", files)
         _copy_files(scratch / "output", request.output)
+    return files
 
 
 @contextmanager
-def _prepared(request: SessionRequest) -> Iterator[Path]:
+def _prepared(request: SessionRequest, files: MutableMapping[str, str]) -> Iterator[Path]:
     import datasets
     from lm_eval.utils import setup_logging
 
@@ -103,7 +107,7 @@ def _prepared(request: SessionRequest) -> Iterator[Path]:
     with ExitStack() as stack:
         total = len(request.tasks)
         stack.enter_context(explained_downloads(lambda *_: None, 0, total, request.include_paths))
-        stack.enter_context(bounded_pictures())
+        stack.enter_context(bounded_pictures(files))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vexport-eval-")))
         stack.enter_context(patched_vllm_version())
         if not any(map(reads_hub, request.tasks)):
@@ -144,13 +148,14 @@ def require_accepted_questions(
     """
     from lm_eval.loggers import EvaluationTracker
 
-    with _prepared(request) as scratch:
+    files: dict[str, str] = {}
+    with _prepared(request, files) as scratch:
         model, arguments = _wrapped(answering_model, arguments, request)
         model.generate_until = lambda requests, **_: [""] * len(requests)
         model.loglikelihood = lambda requests, **_: [(0.0, False)] * len(requests)
         model.loglikelihood_rolling = lambda requests, **_: [0.0] * len(requests)
         tracker = EvaluationTracker(output_path=str(scratch / "output"))
-        evaluation = _Evaluation(model, arguments, request, task_manager(request), tracker)
+        evaluation = _Evaluation(model, arguments, request, task_manager(request), tracker, files)
         tasks = evaluation.load()
         try:
             samples = evaluation.run(tasks, request.lm_eval.limit)["samples"]
@@ -168,11 +173,12 @@ def _evaluate(
     arguments: ModelArguments,
     request: SessionRequest,
     output: Path,
+    files: MutableMapping[str, str],
 ) -> None:
     from lm_eval.loggers import EvaluationTracker
 
     tracker = EvaluationTracker(output_path=str(output))
-    evaluation = _Evaluation(model, arguments, request, task_manager(request), tracker)
+    evaluation = _Evaluation(model, arguments, request, task_manager(request), tracker, files)
     tasks = evaluation.load()
     if any(task.OUTPUT_TYPE != "generate_until" for task in _all_tasks(tasks)):
         answering_model.require_scores()
@@ -203,7 +209,8 @@ def _evaluate(
 class _Evaluation:
     """Run lm-eval on a request's tasks and one model.
 
-    `arguments` are the arguments of the model's constructor.
+    `arguments` are the arguments of the model's constructor. `files` gets the SHA-256 of each file
+    with a picture.
     """
 
     model: "VLLM"
@@ -211,6 +218,7 @@ class _Evaluation:
     request: SessionRequest
     manager: "TaskManager"
     tracker: "EvaluationTracker"
+    files: MutableMapping[str, str]
 
     def load(self) -> "list[Task | Group]":
         """Load the tasks. Disable the chat template for plain text if the settings require it.
@@ -219,7 +227,7 @@ class _Evaluation:
         """
         tasks = load_tasks(self.request, self.manager, self.request.tasks)
         for task in filter(takes_pictures, _all_tasks(tasks)):
-            ask_with_pictures(task, self.request.include_paths)
+            ask_with_pictures(task, self.request.include_paths, self.files)
         if self.request.lm_eval.no_template_for_plain_text:
             for task in _likelihood_tasks(tasks):
                 _disable_chat_template(task)

@@ -6,7 +6,7 @@ text that lm-eval hashes and stores has a digest in the place of each picture.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,11 +48,14 @@ def takes_pictures(task: "Task") -> bool:
     return task.config.doc_to_image is not None or task.config.doc_to_audio is not None
 
 
-def ask_with_pictures(task: "Task", include_paths: Sequence[Path]) -> None:
+def ask_with_pictures(
+    task: "Task", include_paths: Sequence[Path], files: MutableMapping[str, str]
+) -> None:
     """Make the requests of a task with pictures conversations.
 
-    Raises InputError if the task does not generate text, or has sound. Later, the task raises
-    InputError for a document whose pictures cannot be used.
+    The SHA-256 of each file with a picture is added to `files`. Raises InputError if the task does
+    not generate text, or has sound. Later, the task raises InputError for a document whose pictures
+    cannot be used.
     """
     _require_form(task)
     require_extra("PIL", PURPOSE)
@@ -69,7 +72,7 @@ def ask_with_pictures(task: "Task", include_paths: Sequence[Path]) -> None:
         with document_errors(where):
             request = construct(doc=doc, ctx=ctx, **options)
             prompt, generation, media = request.args
-            pictures = _pictures(media["visual"], folder)
+            pictures = _pictures(media["visual"], folder, files)
             messages = prompt.messages if isinstance(prompt, _Chat) else _one_message(prompt)
             request.conversation = _conversation(messages, pictures)
         request.arguments = (_described(messages, pictures), generation)
@@ -98,19 +101,23 @@ def _folder(task: "Task", include_paths: Sequence[Path]) -> Path | None:
     return Path(local[0]).resolve().parent if local else None
 
 
-def _pictures(visual: object, folder: Path | None) -> "list[PIL.Image.Image]":
+def _pictures(
+    visual: object, folder: Path | None, files: MutableMapping[str, str]
+) -> "list[PIL.Image.Image]":
     """Return the pictures of a document. lm-eval's task gives one picture or a list."""
     given = visual if isinstance(visual, (list, tuple)) else [visual]
     stored = [Picture(f"doc_to_image[{number}]", each) for number, each in enumerate(given)]
-    return [_opened(picture, folder) for picture in stored if picture.stored is not None]
+    return [_opened(picture, folder, files) for picture in stored if picture.stored is not None]
 
 
-def _opened(picture: Picture, folder: Path | None) -> "PIL.Image.Image":
+def _opened(
+    picture: Picture, folder: Path | None, files: MutableMapping[str, str]
+) -> "PIL.Image.Image":
     import PIL.Image
 
     if isinstance(picture.stored, PIL.Image.Image):
         return in_rgb(picture.stored)
-    return open_picture(read_picture(picture, folder, folder), picture)
+    return open_picture(read_picture(picture, folder, folder, files), picture)
 
 
 def _one_message(text: str) -> list[Message]:

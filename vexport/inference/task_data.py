@@ -383,7 +383,7 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
         try:
             with (
                 explained_downloads(report, number, total, folders, thinks=thinks),
-                bounded_pictures(),
+                bounded_pictures({}),
                 sandbox,
             ):
                 loaded = load_tasks(request, manager, [task])

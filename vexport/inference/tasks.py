@@ -47,8 +47,21 @@ GROUP_SUFFIX = ".group.yaml"
 
 lm-eval 0.4.13 does not accept the path of a group's file. It needs the group's folder and name.
 """
-FILE_FORMATS = {"json", "csv", "parquet", "arrow", "text", "xml", "webdataset", "hdf5"}
-"""Values of `dataset_path` for documents in `data_files` (datasets/packaged_modules)."""
+FILE_FORMATS = {
+    "json",
+    "csv",
+    "parquet",
+    "arrow",
+    "text",
+    "xml",
+    "webdataset",
+    "hdf5",
+    "imagefolder",
+}
+"""Values of `dataset_path` for documents in `data_files` or `data_dir`.
+
+Source: datasets/packaged_modules.
+"""
 MOST_INCLUDES = 50
 """Maximum number of includes of a task's file, directly or through other files."""
 PICKLED = "pandas"
@@ -489,7 +502,8 @@ class _TaskFiles:
 def task_files(path: Path) -> list[Path]:
     """Return a task's input files: its YAML, includes, tasks of a group, documents and code.
 
-    A file that cannot be parsed is returned without its includes.
+    A folder of documents is returned with all files in it. A file that cannot be parsed is returned
+    without its includes.
     """
     found: dict[Path, None] = {}
     waiting = [path]
@@ -509,8 +523,17 @@ def task_files(path: Path) -> list[Path]:
         for kwargs in values_of_key(config, "data_files"):
             for text in _texts(kwargs):
                 found |= dict.fromkeys(_matching(_data_file(file.parent, text)))
+        for folder in _folders_of_documents(config, file.parent):
+            inside = (each for each in sorted(folder.rglob("*")) if each.is_file())
+            found |= dict.fromkeys(inside)
         found |= dict.fromkeys(named_modules(config))
     return list(found)
+
+
+def _folders_of_documents(config: Config, base: Path) -> Iterator[Path]:
+    absolute = with_absolute_paths(config, base)
+    given = [absolute.get("dataset_path"), *values_of_key(absolute, "data_dir")]
+    return (Path(folder) for folder in _texts(given) if Path(folder).is_absolute())
 
 
 def values_of_key(value: object, key: str) -> Iterator[object]:

@@ -84,6 +84,7 @@ class CalibrationRecord:
     - `digest` is the SHA-256 of their token ids.
     - `tokens` is the number of tokens that count: all tokens, or only those of answers. An expert
       may receive fewer.
+    - `files` maps the pictures beside the data to their SHA-256.
 
     The statistics:
     - `importance` maps a layer to the mean of x^2 of each input channel, as little-endian float32
@@ -109,6 +110,7 @@ class CalibrationRecord:
     data: str = ""
     smoothing: Mapping[str, Smoothing] = field(default_factory=dict)
     token_weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 NO_CALIBRATION = CalibrationRecord(rows=(), digest="", tokens=0, ranges={})

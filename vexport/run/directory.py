@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -63,11 +63,14 @@ Digests = Mapping[str, str]
 class StageRecord:
     """Inputs of a finished stage (name -> digest), and the seconds that the stage took.
 
+    `files` maps further inputs, which were found while the stage ran, to their SHA-256: the
+    pictures that its data names.
     `made` is the digest of the checkpoint that the stage made. It is empty for other stages.
     """
 
     inputs: Mapping[str, str]
     seconds: float
+    files: Mapping[str, str] = field(default_factory=dict)
     made: str = ""
 
 
@@ -134,6 +137,9 @@ class RunDirectory:
         if record is None:
             return False
         changed = sorted(name for name in inputs if inputs[name] != record.inputs.get(name))
+        changed += sorted(
+            file for file in record.files if _digest_if_any(Path(file)) != record.files[file]
+        )
         if changed:
             others = join_limited(changed, " and another ", MOST_CHANGES)
             raise InputError.of(
@@ -149,13 +155,17 @@ class RunDirectory:
             raise InputError.of(rules.CHANGED_FILES, where, restart=_RESTART)
         return True
 
-    def finish(self, stage: str, inputs: Digests, seconds: float, made: Path | None = None) -> None:
+    def finish(
+        self, stage: str, inputs: Digests, files: Digests, seconds: float, made: Path | None = None
+    ) -> None:
         """Record that a stage is done.
 
         The stage's outputs must exist. `made` is the folder of the checkpoint, if they include one.
         """
+        found = {portable(file): digest for file, digest in files.items()}
         made_digest = folder_digest(made) if made else ""
-        self._record({stage: StageRecord(inputs=inputs, seconds=seconds, made=made_digest)})
+        finished = StageRecord(inputs=inputs, files=found, seconds=seconds, made=made_digest)
+        self._record({stage: finished})
 
     def copy_stages(self, other: "RunDirectory", stages: Sequence[str], folder: str) -> None:
         """Copy the finished `stages` of another run, with their files in `folder`.
@@ -203,6 +213,10 @@ def _source_digest(data: CalibrationData) -> str:
     if not path.is_dir():
         return digest_file(path)
     return value_digest([digest_file(file) for file in data_files(data)])
+
+
+def _digest_if_any(file: Path) -> str:
+    return digest_file(file) if file.is_file() else ""
 
 
 def value_digest(value: object) -> str:

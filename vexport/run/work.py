@@ -30,7 +30,8 @@ class Stage(Generic[T_co]):
     writes the files in `writes`. It must also call `record` for files with names that are not known
     in advance. `digest` returns a digest of each input. A finished stage with the same inputs is
     not done again. If the inputs differ, InputError is raised. A stage without `digest` is fast and
-    is done in every call. The stage is skipped unless `when` returns True.
+    is done in every call. `files` returns the SHA-256 of files that were found while the stage ran,
+    from its result. They are inputs, too. The stage is skipped unless `when` returns True.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Stage(Generic[T_co]):
     file: str | None = None
     _: KW_ONLY
     digest: Callable[..., Digests] | None = None
+    files: Callable[..., Digests] = lambda result: {}
     place: str = ""
     writes: tuple[str, ...] = ()
     when: Callable[..., bool] = lambda work: True
@@ -152,9 +154,11 @@ class Work:
             assert path is not None
             record(path)
         start = time.monotonic()
-        self.store(stage, stage.compute(self))
+        result = stage.compute(self)
+        self.store(stage, result)
         seconds = time.monotonic() - start
         LOG.debug("%s: %.1f s", name, seconds)
         if inputs is not None:
-            self.directory.finish(name, inputs, seconds, path if is_checkpoint else None)
+            files = {} if result is None else stage.files(result)
+            self.directory.finish(name, inputs, files, seconds, path if is_checkpoint else None)
             self.recorded[stage.name] = name

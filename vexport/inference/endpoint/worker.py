@@ -7,7 +7,7 @@ responses by other rules.
 
 import os
 import sys
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import replace
 
 import transformers
@@ -62,7 +62,7 @@ def _session(request: SessionRequest) -> SessionResult:
                 repeats=request.repeat,
             )
         else:
-            _ask_tasks(model, request)
+            result = replace(result, files=_ask_tasks(model, request))
         assert request.output is not None
         write_fingerprint(request.output, _fingerprint(server, request))
         if request.drafted:
@@ -92,7 +92,7 @@ def _open_model(server: Server, request: SessionRequest, on_progress: OnProgress
     return EndpointModel(server, kept, on_progress, _largest_vocabulary(request))
 
 
-def _ask_tasks(model: EndpointModel, request: SessionRequest) -> None:
+def _ask_tasks(model: EndpointModel, request: SessionRequest) -> Mapping[str, str]:
     assert request.output is not None
     arguments: dict[str, JsonValue] = {
         "pretrained": str(request.checkpoint),
@@ -109,7 +109,7 @@ def _ask_tasks(model: EndpointModel, request: SessionRequest) -> None:
     ):
         if request.accepted:
             require_accepted_questions(model, arguments, request)
-        ask_tasks(model, arguments, request)
+        return ask_tasks(model, arguments, request)
 
 
 _read_config = transformers.AutoConfig.from_pretrained

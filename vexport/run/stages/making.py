@@ -203,6 +203,7 @@ def _needs_samples(maker: Maker) -> bool:
     file="calibration/statistics.json",
     when=_needs_samples,
     digest=lambda maker: _rule_inputs(maker, maker.scenario.rules),
+    files=lambda record: record.files,
 )
 def calibrate(maker: Maker) -> CalibrationRecord:
     """Run the samples through the source."""

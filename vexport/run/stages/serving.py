@@ -110,7 +110,9 @@ def _serve(run: Run, role: str) -> ServedSession:
         prompts = replace(questions, evaluate=without_tasks)
         served = side.engine_source.get_responses(prompts, folder)
         if served.result.failure is None:
-            side.source(run.evaluation).get_responses(questions, folder)
+            answered = side.source(run.evaluation).get_responses(questions, folder)
+            result = replace(served.result, files=answered.result.files)
+            served = replace(served, result=result)
     else:
         served = side.source(run.evaluation).get_responses(questions, folder)
     remove_answers(folder)
@@ -141,6 +143,7 @@ def require_served(role: str, result: SessionResult) -> None:
     place=BASELINE,
     when=lambda run: run.is_served(BASELINE),
     digest=partial(_session_inputs, role=BASELINE),
+    files=lambda session: session.result.files,
 )
 def serve_baseline(run: Run) -> ServedSession:
     """Get the responses of the baseline."""
@@ -155,6 +158,7 @@ def serve_baseline(run: Run) -> ServedSession:
     place=CANDIDATE,
     when=lambda run: run.is_served(CANDIDATE),
     digest=partial(_session_inputs, role=CANDIDATE),
+    files=lambda session: session.result.files,
 )
 def serve_candidate(run: Run) -> ServedSession:
     """Get the responses of the checkpoint. Raises InputError if vLLM refused the baseline."""
