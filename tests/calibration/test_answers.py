@@ -31,7 +31,13 @@ from tests.texts import assert_contains, breaks
 from vexport.calibration import Samples, read_samples
 from vexport.calibration.data import require_rows
 from vexport.calibration.gradients import Gradients
-from vexport.calibration.inputs import RoutedTokens, Site, counted_rows, counted_value
+from vexport.calibration.inputs import (
+    CountedTokens,
+    RoutedTokens,
+    Site,
+    counted_rows,
+    counted_value,
+)
 from vexport.calibration.smoothing import Smoother, find_smoothing
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import read_index
@@ -300,7 +306,8 @@ def test_routed_tokens_are_those_of_answers() -> None:
     routes = (torch.tensor([0, 2, 4]), torch.tensor([1, 3]))
     weights = (torch.tensor([[0.1], [0.2], [0.4]]), torch.tensor([[0.3], [0.5]]))
     routed = RoutedTokens(tokens=tokens, routes=routes, weights=weights)
-    found = counted_value(routed, torch.tensor([False, True, True, False, True]), "experts")
+    answer = CountedTokens.of([False, True, True, False, True], "cpu")
+    found = counted_value(routed, answer, "experts")
     assert isinstance(found, RoutedTokens)
     assert torch.equal(found.tokens, tokens[[1, 2, 4]])
     assert [route.tolist() for route in found.routes] == [[1, 2], [0]]
@@ -428,9 +435,9 @@ def test_lists_of_experts_are_refused() -> None:
     site = Site(name="experts.0.w1", module="experts.0.w1", columns=4, groups=(), is_aligned=False)
     site.require_order(None)
     with breaks(rules.ANSWERS_OF_EXPERTS, "experts.0.w1"):
-        site.require_order(torch.tensor([True]))
+        site.require_order(CountedTokens.of([True], "cpu"))
     with breaks(rules.ANSWERS_OF_EXPERTS, "adapter"):
-        counted_rows(torch.zeros(3, 4), torch.tensor([True, False]), "adapter")
+        counted_rows(torch.zeros(3, 4), CountedTokens.of([True, False], "cpu"), "adapter")
 
 
 @pytest.mark.parametrize("family", ["llava", "gemma3", "qwen2.5-vl"])

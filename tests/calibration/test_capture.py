@@ -12,6 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.calibration.models import batches_of, configs, samples
 from vexport.calibration import capture
 from vexport.calibration.capture import (
+    Interner,
+    Kept,
     LayerCall,
     capture_layer_calls,
     float32_head_gradient,
@@ -37,14 +39,34 @@ def test_equal_arguments_are_kept_once(family: str, lengths: list[int], most: in
     calls = capture_calls(family, lengths)
     assert {len(layer) for layer in calls} == {len(lengths)}
     tensors = {
-        id(part)
+        id(end)
         for layer in calls
         for call in layer
         for value in call.kwargs.values()
         for part in (value if isinstance(value, tuple) else (value,))
-        if isinstance(part, torch.Tensor)
+        if isinstance(end := replacement(part), torch.Tensor)
     }
     assert 1 <= len(tensors) <= most
+
+
+def replacement(value: object) -> object:
+    return replacement(value.value) if isinstance(value, Kept) else value
+
+
+def test_only_equal_tensors_are_replaced() -> None:
+    """The tensors include equal tensors of several shapes, in any order, and different tensors."""
+    values = [torch.full((size,), float(value)) for size in (2, 3) for value in (1, 2, 1, 2, 3)]
+    interner = Interner()
+    kept = [interner.intern(value) for value in values]
+    assert len(interner.settle()) == 6
+    later = interner.intern((values[0].clone(), None))
+    assert not interner.settle()
+    assert isinstance(later, tuple)
+    assert replacement(later[0]) is replacement(kept[0]) is replacement(kept[2])
+    for value, each in zip(values, kept, strict=True):
+        found = replacement(each)
+        assert isinstance(found, torch.Tensor)
+        assert torch.equal(found, value)
 
 
 def test_large_states_are_on_disk() -> None:

@@ -12,15 +12,16 @@ attention are computed in float32.
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import transformers
+from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vexport.calibration.model import HiddenStates, joined
+from vexport.calibration.model import HiddenStates, joined, read_flags
 from vexport.errors import InputError
 from vexport.observers.flatten import channel_extremes
 from vexport.records import HeadRanges, KeyValueRanges
@@ -28,6 +29,8 @@ from vexport.rules import calibration as rules
 
 # Number of recent tensors with which `Interner` compares a new tensor, to store equal tensors once.
 RECENT_TENSORS = 16
+# New tensors are compared when they have this many bytes together, or after the last batch.
+WAITING_BYTES = 1 << 26
 # Tensors with at least this many bytes are stored like hidden states, for batches with pictures.
 LARGE_BYTES = 1 << 16
 
@@ -76,7 +79,30 @@ class Stored:
         return self.values[self.index].to(device, non_blocking=True)
 
 
+@dataclass(slots=True, eq=False)
+class Kept:
+    """An argument of layers: a tensor, or the equal or stored tensor that replaces it."""
+
+    value: "torch.Tensor | Kept | Stored"
+
+
+def _kind(value: object) -> object:
+    """Return what equal tensors have in common, or None for a stored tensor."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    return value.shape, value.dtype, value.device
+
+
+def _are_equal(value: object, other: object) -> torch.Tensor:
+    """Return a Boolean tensor without dimensions: True if two tensors are equal."""
+    assert isinstance(value, torch.Tensor)
+    assert isinstance(other, torch.Tensor)
+    return (value == other).all()
+
+
 def _loaded(value: object, device: torch.device) -> object:
+    if isinstance(value, Kept):
+        return _loaded(value.value, device)
     if isinstance(value, Stored):
         return value.on(device)
     return tuple(_loaded(item, device) for item in value) if type(value) is tuple else value
@@ -111,22 +137,104 @@ def layer_output(states: torch.Tensor, rest: OutputRest) -> object:
 
 
 class Interner:
-    """Stores equal tensors once. Masks and positions are equal for all layers and most samples."""
+    """Stores equal tensors once. Masks and positions are equal for all layers and most samples.
+
+    Tensors are compared later and many at a time, so that the host rarely waits for a GPU.
+    """
 
     def __init__(self) -> None:
-        self._recent = deque[torch.Tensor](maxlen=RECENT_TENSORS)
+        self._recent = deque[Kept](maxlen=RECENT_TENSORS)
+        # Tensors that were not compared yet, by their ids.
+        self._waiting = dict[int, Kept]()
+        self._bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Return True if the tensors that were not compared yet need much memory."""
+        return self._bytes > WAITING_BYTES
 
     def intern(self, value: object) -> object:
-        """Return the value, with tensors replaced by equal tensors that were stored recently."""
+        """Return the value, with its tensors in `Kept` objects."""
         if type(value) is tuple:
             return tuple(map(self.intern, value))
         if not isinstance(value, torch.Tensor):
             return value
-        for known in self._recent:
-            if known is value or (known.dtype == value.dtype and torch.equal(known, value)):
-                return known
-        self._recent.appendleft(value)
-        return value
+        known = next((kept for kept in self._recent if kept.value is value), None)
+        if known is None and id(value) not in self._waiting:
+            self._waiting[id(value)] = Kept(value)
+            self._bytes += value.nbytes
+        return known or self._waiting[id(value)]
+
+    def settle(self) -> list[Kept]:
+        """Replace tensors by equal tensors, and return the `Kept` objects of the other tensors.
+
+        For all tensors together, the host waits for a GPU as often as there are different tensors
+        of the same shape. A shape is given up when a tensor equals no other tensor of its shape.
+        """
+        different = list[Kept]()
+        groups = self._groups()
+        while groups:
+            references = [group.reference(different) for group in groups]
+            flags = [
+                _are_equal(reference.value, kept.value)
+                for group, reference in zip(groups, references, strict=True)
+                for kept in group.waiting
+            ]
+            equal = iter(read_flags(flags))
+            for group, reference in zip(groups, references, strict=True):
+                group.sort_out(reference, equal, different)
+            groups = [group for group in groups if group.waiting]
+        self._recent.extendleft(different)
+        return different
+
+    def _groups(self) -> list["_Alike"]:
+        """Return the tensors that were not compared yet, by shape."""
+        groups = dict[object, _Alike]()
+        for kept in self._waiting.values():
+            kind = _kind(kept.value)
+            if kind not in groups:
+                known = [other for other in self._recent if _kind(other.value) == kind]
+                groups[kind] = _Alike(known=known)
+            groups[kind].waiting.append(kept)
+        self._waiting.clear()
+        self._bytes = 0
+        return list(groups.values())
+
+
+@dataclass(slots=True, kw_only=True)
+class _Alike:
+    """Tensors of the same shape, dtype and device.
+
+    Those in `waiting` are compared with those in `known`, and then with each other.
+    """
+
+    known: list[Kept]
+    waiting: list[Kept] = field(default_factory=list)
+    _is_new: bool = False
+
+    def reference(self, different: list[Kept]) -> Kept:
+        """Remove and return the tensor with which all others are compared next.
+
+        It is appended to `different` if it was not known.
+        """
+        self._is_new = not self.known
+        if not self._is_new:
+            return self.known.pop(0)
+        different.append(self.waiting.pop(0))
+        return different[-1]
+
+    def sort_out(self, reference: Kept, equal: Iterator[bool], different: list[Kept]) -> None:
+        """Replace the tensors that equal the reference. `equal` yields a value for each."""
+        unequal = list[Kept]()
+        for kept in self.waiting:
+            if next(equal):
+                kept.value = reference
+            else:
+                unequal.append(kept)
+        if self._is_new and len(unequal) == len(self.waiting):
+            different += unequal
+            unequal = []
+        self.waiting = unequal
 
 
 class Recorder:
@@ -148,15 +256,26 @@ class Recorder:
         self._passed: object = None
         self._has_pictures = False
         self._stored = HiddenStates()
-        # Large tensors of the current batch, by their ids.
-        self._large: dict[int, tuple[torch.Tensor, Stored]] = {}
         self.rest: OutputRest = None
 
     def begin(self, *, has_pictures: bool) -> None:
         """Prepare for a batch. Call this before each batch."""
+        if self._has_pictures or self._interner.is_full:
+            self.settle()
         self._passed = None
         self._has_pictures = has_pictures
-        self._large.clear()
+
+    def settle(self) -> None:
+        """Store equal arguments of the recorded calls once. Call this after the last batch."""
+        for kept in self._interner.settle():
+            value = kept.value
+            if (
+                self._has_pictures
+                and isinstance(value, torch.Tensor)
+                and value.nbytes >= LARGE_BYTES
+            ):
+                self._stored.append(value)
+                kept.value = Stored(self._stored, len(self._stored) - 1)
 
     def record(self, number: int, forward: Forward, *args: object, **kwargs: object) -> object:
         """Record a call of a layer, in place of the layer's forward."""
@@ -181,25 +300,11 @@ class Recorder:
                 output = forward(states, *args, **kwargs)
                 self.rest = output[1:] if isinstance(output, tuple) else None
             self._hidden.append(states)
-        kept = {name: self._kept(value) for name, value in kwargs.items()}
-        self.calls[number].append(LayerCall(tuple(map(self._kept, args)), kept, added))
+        intern = self._interner.intern
+        kept = {name: intern(value) for name, value in kwargs.items()}
+        self.calls[number].append(LayerCall(tuple(map(intern, args)), kept, added))
         self._passed = torch.zeros_like(states) if self._has_pictures else states
         return layer_output(self._passed, self.rest)
-
-    def _kept(self, value: object) -> object:
-        interned = self._interner.intern(value)
-        return self._moved(interned) if self._has_pictures else interned
-
-    def _moved(self, value: object) -> object:
-        """Return a value with its large tensors stored."""
-        if type(value) is tuple:
-            return tuple(map(self._moved, value))
-        if not isinstance(value, torch.Tensor) or value.nbytes < LARGE_BYTES:
-            return value
-        if id(value) not in self._large:
-            self._stored.append(value)
-            self._large[id(value)] = value, Stored(self._stored, len(self._stored) - 1)
-        return self._large[id(value)][1]
 
     def verify(self, number: int, forward: Forward, *args: object, **kwargs: object) -> object:
         """Check what the model adds between the layers, in place of a layer's forward.
@@ -270,7 +375,8 @@ def capture_layer_calls(
         block.callback(decoder.register_forward_pre_hook(keep_call, with_kwargs=True).remove)
         for ids, pictures in batches:
             recorder.begin(has_pictures=bool(pictures))
-            model.base_model(input_ids=ids, use_cache=False, **pictures)
+            with nullcontext() if pictures else single_sequences():
+                model.base_model(input_ids=ids, use_cache=False, **pictures)
             for number, calls in enumerate(recorder.calls):
                 if len(calls) != len(hidden):
                     raise recorder.unsupported_call_error(
@@ -281,7 +387,23 @@ def capture_layer_calls(
                 with replaced_forwards(list(layers), recorder.verify):
                     decoder(*args, **kwargs)
                 is_verified = True
+    recorder.settle()
     return recorder
+
+
+@contextmanager
+def single_sequences() -> Iterator[None]:
+    """Let transformers build masks for rows with a single sequence each inside the block.
+
+    Otherwise, transformers reads the positions of each row to find sequences that are packed into
+    the row. The host would wait for a GPU.
+    """
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
 
 
 @contextmanager
@@ -306,14 +428,61 @@ def replayed_layers(
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
-def head_ranges(states: torch.Tensor) -> HeadRanges:
-    """Return the range of each head in states (batch, heads, tokens, head size)."""
+def head_ranges(states: torch.Tensor) -> torch.Tensor:
+    """Return the range of each head in states (batch, heads, tokens, head size).
+
+    The result (2, heads) has the minima and the maxima. The host does not wait for a GPU.
+    """
     heads, size = states.shape[1], states.shape[3]
     low, high = channel_extremes(states.transpose(1, 2).reshape(-1, heads * size)).view(
         2, heads, size
     )
-    low, high = torch.stack((low.amin(-1), high.amax(-1))).tolist()  # wait for a GPU only once
-    return HeadRanges(low=tuple(low), high=tuple(high))
+    return torch.stack((low.amin(-1), high.amax(-1)))
+
+
+@dataclass(slots=True, kw_only=True)
+class _SeenStates:
+    """Head ranges of the states of an attention layer: keys, values, and queries if observed.
+
+    Finished ranges of queries are multiplied by `multiplier` and divided by `divisor`.
+    """
+
+    ranges: list[torch.Tensor]
+    tokens: int
+    kind: str
+    multiplier: float
+    divisor: float
+
+    def add(self, other: "_SeenStates") -> None:
+        """Add the ranges of other rows."""
+        self.tokens += other.tokens
+        for own, more in zip(self.ranges, other.ranges, strict=True):
+            own[0] = torch.minimum(own[0], more[0])
+            own[1] = torch.maximum(own[1], more[1])
+
+    def read(self) -> KeyValueRanges:
+        """Return the ranges as numbers. The host waits for a GPU once."""
+        lows, highs = torch.cat([each.to(torch.float32) for each in self.ranges], 1).tolist()
+        read = list[HeadRanges]()
+        for each in self.ranges:
+            heads = each.shape[1]
+            read.append(HeadRanges(low=tuple(lows[:heads]), high=tuple(highs[:heads])))
+            lows, highs = lows[heads:], highs[heads:]
+        key, value, *queries = read
+        return KeyValueRanges(
+            key=key,
+            value=value,
+            tokens=self.tokens,
+            query=self._scaled(queries[0]) if queries else None,
+            kind=self.kind,
+        )
+
+    def _scaled(self, ranges: HeadRanges) -> HeadRanges:
+        low, high = (
+            tuple(each * self.multiplier / self.divisor for each in side)
+            for side in (ranges.low, ranges.high)
+        )
+        return HeadRanges(low=low, high=high)
 
 
 @contextmanager
@@ -325,12 +494,13 @@ def watch_attention(
     *,
     queries: bool = False,
 ) -> Iterator[None]:
-    """Collect the head ranges of the attention layers below `module` in `seen`.
+    """Add the head ranges of the attention layers below `module` to `seen` after the block.
 
     Keys of `seen` are the layers' names in the checkpoint. If `queries` is set, the ranges of
     queries are collected, too.
     """
     names = {id(child): joined(prefix, name) for name, child in module.named_modules()}
+    found = dict[str, _SeenStates]()
 
     def observe(
         attend: AttentionFunction | None,
@@ -341,16 +511,21 @@ def watch_attention(
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        tokens = key.shape[0] * key.shape[2]
-        key_value_ranges = KeyValueRanges(
-            key=head_ranges(key),
-            value=head_ranges(value),
-            tokens=tokens,
-            query=_query_ranges(attention, query, kwargs.get("scaling")) if queries else None,
+        multiplier, divisor = query_scaling(attention, kwargs.get("scaling"))
+        states = _SeenStates(
+            ranges=[
+                head_ranges(each) for each in ((key, value, query) if queries else (key, value))
+            ],
+            tokens=key.shape[0] * key.shape[2],
             kind=type(attention).__name__ if queries else "",
+            multiplier=multiplier,
+            divisor=divisor,
         )
         name = stored_name(names[id(attention)])
-        seen[name] = seen[name] + key_value_ranges if name in seen else key_value_ranges
+        if name in found:
+            found[name].add(states)
+        else:
+            found[name] = states
         function: AttentionFunction = (
             attend or sys.modules[type(attention).__module__].eager_attention_forward
         )
@@ -360,20 +535,20 @@ def watch_attention(
     own: Mapping[str, AttentionFunction | None] = {**ALL_ATTENTION_FUNCTIONS, "eager": None}
     with replaced_attention({name: partial(observe, attend) for name, attend in own.items()}):
         yield
+    for name, states in found.items():
+        seen[name] = seen[name] + states.read() if name in seen else states.read()
 
 
-def _query_ranges(attention: torch.nn.Module, query: torch.Tensor, scaling: object) -> HeadRanges:
-    """Return the range of each head of the queries that vLLM passes to its attention.
+def query_scaling(attention: torch.nn.Module, scaling: object) -> tuple[float, float]:
+    """Return the factor and the divisor for the queries that vLLM passes to its attention.
 
     Some models of transformers (OPT) multiply the queries by the layer's `scaling`, and pass 1.0 to
     the attention. vLLM's models pass the plain queries and the scaling.
     """
     own = getattr(attention, "scaling", scaling)
-    ranges = head_ranges(query)
     if not isinstance(own, float) or not isinstance(scaling, float) or own in (0.0, scaling):
-        return ranges
-    low, high = ([each * scaling / own for each in side] for side in (ranges.low, ranges.high))
-    return HeadRanges(low=tuple(low), high=tuple(high))
+        return 1.0, 1.0
+    return scaling, own
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from vexport.calibration.capture import float32_head_gradient
 from vexport.calibration.data import Samples
 from vexport.calibration.inputs import Counted, expert_runner_of
-from vexport.calibration.model import HiddenStates, joined
+from vexport.calibration.model import HiddenStates, finite, joined, read_flags
 from vexport.calibration.walk import Layer, LayerWalk, Watcher
 from vexport.records import OnProgress, silent
 from vexport.records.calibration import GRADIENTS
@@ -50,6 +50,8 @@ class Gradients:
         self._generator = torch.Generator().manual_seed(0)
         # The gradient of the current layer's output, for each row.
         self._output_gradients: list[torch.Tensor | None] = []
+        # The layer whose output gradients are known to be finite.
+        self._checked_layer = -1
 
     def run(self, samples: Samples, on_progress: OnProgress = silent) -> None:
         """Run samples forward through all layers, and their gradients backward.
@@ -92,7 +94,7 @@ class Gradients:
     def _layer_input(self, number: int, index: int) -> torch.Tensor:
         """Return a row's input of a layer or of the head, as a copy on the device."""
         states = self._layer_inputs[number * len(self._walk.ids) + index]
-        return states.to(self._walk.device, copy=True)
+        return states.to(self._walk.device, copy=True, non_blocking=True)
 
     def _layer_gradient(self, layer: Layer, index: int) -> torch.Tensor:
         """Compute the gradient of a layer's input from the gradient of its output.
@@ -100,6 +102,9 @@ class Gradients:
         Returns the layer's input. The row runs through the layer even if it has no gradient, so
         that watchers see it.
         """
+        if self._checked_layer != layer.number:
+            self._checked_layer = layer.number
+            self._drop_overflows()
         states = layer.input_of(index)
         output_gradient = self._output_gradients[index]
         gradient = None
@@ -109,6 +114,14 @@ class Gradients:
             layer.run_again(index)
         self._output_gradients[index] = gradient
         return states
+
+    def _drop_overflows(self) -> None:
+        """Drop the gradients that are not finite. The host waits for a GPU only once."""
+        rows = [row for row, value in enumerate(self._output_gradients) if value is not None]
+        values = [value for value in self._output_gradients if value is not None]
+        for row, is_finite in zip(rows, read_flags([*map(finite, values)]), strict=True):
+            if not is_finite:
+                self._output_gradients[row] = None
 
     def _head_gradient(self, index: int) -> torch.Tensor | None:
         """Compute the gradient of the last layer's output."""
@@ -121,7 +134,7 @@ class Gradients:
         errors = self._logits_gradient(logits)
         counted = self._walk.counted_of(index)
         if counted is not None:
-            errors[:, ~counted] = 0
+            errors.masked_fill_(~counted.mask[:, None], 0)
         return errors
 
     def _logits_gradient(self, logits: torch.Tensor) -> torch.Tensor:
@@ -137,7 +150,8 @@ class Gradients:
         ):
             probabilities = torch.softmax(part.to(torch.float32), -1)
             ends = probabilities.cumsum(-1)
-            share = torch.rand(len(probabilities), 1, generator=self._generator).to(logits.device)
+            share = torch.rand(len(probabilities), 1, generator=self._generator)
+            share = share.to(logits.device, non_blocking=True)
             drawn = torch.searchsorted(ends, share * ends[:, -1:]).clamp_max(
                 probabilities.shape[-1] - 1
             )
@@ -153,7 +167,7 @@ def _gradient(
     """Return the gradient of `states`, computed from the gradient of the output.
 
     `output_gradient` receives the output and returns the output's gradient. Returns None if an
-    operation has no gradient, or if the gradient overflows.
+    operation has no gradient. The gradient may overflow.
     """
     states.requires_grad_()
     try:
@@ -163,7 +177,7 @@ def _gradient(
     except RuntimeError as reason:
         logging.getLogger(__name__).debug("no gradient: %s", reason)
         return None
-    return gradient if bool(torch.isfinite(gradient).all()) else None
+    return gradient
 
 
 # A token's weight differs from the mean weight by at most this many factors of two.
@@ -184,18 +198,16 @@ def token_weights_of(
     1. They are rounded to powers of two, so that a 16-bit input times its weight loses no digit.
     Returns None if no module is in `mean_squares`, or if all mean squares are zero.
     """
-    known = [torch.tensor(mean_squares[name]) for name in modules if name in mean_squares]
-    if not known:
+    known = [mean_squares[name] for name in modules if name in mean_squares]
+    length = min(map(len, known), default=0)
+    present = min(length, max(0, tokens - 1).bit_length() + 1)
+    # Numbers, not a tensor, decide here, because the host would wait for a GPU.
+    if not any(square > 0 for squares in known for square in squares[:present]):
         return None
-    length = min(map(len, known))
-    gradients = torch.stack([squares[:length] for squares in known]).sum(0).sqrt()
+    gradients = torch.stack([torch.tensor(squares[:length]) for squares in known]).sum(0).sqrt()
     weights = gradients[octaves(tokens).clamp_max(length - 1)]
-    mean = weights.mean()
-    return (
-        torch.exp2((weights / mean).log2().round().clamp(-MOST_OCTAVES, MOST_OCTAVES))
-        if mean > 0
-        else None
-    )
+    ratios = (weights / weights.mean()).log2().round()
+    return torch.exp2(ratios.clamp(-MOST_OCTAVES, MOST_OCTAVES))
 
 
 def octaves(tokens: int) -> torch.Tensor:
@@ -232,8 +244,13 @@ class TokenWeigher:
 
     def leave(self, layer: Layer) -> None:
         """Add the squared gradients of the layer's modules to the sums."""
-        for name, squares, counted in self._seen:
-            self._add(name, squares.cpu(), None if counted is None else counted.cpu())
+        if not self._seen:
+            return
+        names, squares, counted = zip(*self._seen, strict=True)
+        # The host waits for a GPU only once.
+        on_host = torch.split(torch.cat(squares).cpu(), [len(each) for each in squares])
+        for seen in zip(names, on_host, counted, strict=True):
+            self._add(*seen)
         self._seen.clear()
 
     def mean_squares(self) -> GradientSquares:
@@ -265,7 +282,7 @@ class TokenWeigher:
             self._sums[name] = torch.zeros(2, int(octaves(max(self._lengths))[-1]) + 1)
         both = torch.stack([squares, torch.ones(len(squares))])
         if counted is not None:
-            both *= counted
+            both *= counted.on_host
         self._sums[name].index_add_(1, octaves(len(squares)), both)
 
 

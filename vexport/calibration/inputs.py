@@ -177,8 +177,33 @@ def expert_runner_of(module: torch.nn.Module) -> ExpertRunner | None:
 
 # The input of a linear module, or the tokens and routes of a module of experts.
 Value = torch.Tensor | RoutedTokens
-# True for each token of a row that statistics count, or None if they count all tokens.
-Counted = torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedTokens:
+    """The tokens of a row that statistics count: `mask` (tokens,) is True for them.
+
+    `places` has their positions. To select them by position, the host does not wait for a GPU.
+    Both are on the device. `on_host` is the mask in main memory.
+    """
+
+    mask: torch.Tensor
+    places: torch.Tensor
+    on_host: torch.Tensor
+
+    @classmethod
+    def of(cls, counted: Sequence[bool], device: str) -> "CountedTokens":
+        """Return the counted tokens of a row."""
+        places = [place for place, is_counted in enumerate(counted) if is_counted]
+        return cls(
+            mask=torch.tensor(counted, device=device),
+            places=torch.tensor(places, dtype=torch.int64, device=device),
+            on_host=torch.tensor(counted),
+        )
+
+
+# None if statistics count all tokens of a row.
+Counted = CountedTokens | None
 
 
 def counted_rows(value: torch.Tensor, counted: Counted, name: str) -> torch.Tensor:
@@ -189,17 +214,17 @@ def counted_rows(value: torch.Tensor, counted: Counted, name: str) -> torch.Tens
     if counted is None:
         return value
     rows = value.reshape(-1, value.shape[-1])
-    if len(rows) != len(counted):
+    if len(rows) != len(counted.mask):
         raise InputError.of(ANSWERS_OF_EXPERTS, name)
-    return rows[counted]
+    return rows[counted.places]
 
 
-def counted_value(value: Value, counted: torch.Tensor, name: str) -> Value:
+def counted_value(value: Value, counted: CountedTokens, name: str) -> Value:
     """Return an input with only its counted tokens. Raises InputError like `counted_rows`."""
     if not isinstance(value, RoutedTokens):
         return counted_rows(value, counted, name)
-    places = counted.cumsum(0) - 1
-    chosen = [counted[route] for route in value.routes]
+    places = counted.mask.cumsum(0) - 1
+    chosen = [counted.mask[route] for route in value.routes]
     pairs = list(zip(value.routes, value.weights, chosen, strict=True))
     return RoutedTokens(
         tokens=counted_rows(value.tokens, counted, name),

@@ -3,7 +3,7 @@
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -134,6 +134,25 @@ def require_device(name: str) -> None:
         raise InputError.of(rules.DEVICE, place, reason=reason) from None
 
 
+def finite(value: torch.Tensor) -> torch.Tensor:
+    """Return a Boolean tensor without dimensions: True if no element is infinite or NaN.
+
+    An empty tensor is finite. The host does not wait for a GPU.
+    """
+    if not value.numel():
+        return torch.ones((), dtype=torch.bool, device=value.device)
+    low, high = torch.aminmax(value)
+    return torch.isfinite(low) & torch.isfinite(high)
+
+
+def read_flags(flags: Sequence[torch.Tensor]) -> list[bool]:
+    """Return the values of Boolean tensors without dimensions. The host waits for a GPU once."""
+    if not flags:
+        return []
+    read: list[bool] = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+    return read
+
+
 # Hidden states beyond this many bytes go to memory-mapped temporary files.
 MEMORY_BYTES = 2**30
 
@@ -159,11 +178,10 @@ class HiddenStates:
         """Append a copy of a batch's states."""
         if states.nbytes <= self._room:
             self._room -= states.nbytes
-            # Copies from pinned memory to a GPU are faster, and the host does not wait for them.
+            # Copies to and from a GPU are faster in pinned memory, and the host does not wait.
             pinned = states.device.type == "cuda" or states.is_pinned()
-            self._states.append(
-                torch.empty_like(states, device="cpu", pin_memory=pinned).copy_(states)
-            )
+            kept = torch.empty_like(states, device="cpu", pin_memory=pinned)
+            self._states.append(kept.copy_(states, non_blocking=pinned))
             return
         with tempfile.TemporaryFile(prefix="vexport-hidden-") as file:
             try:
@@ -177,14 +195,18 @@ class HiddenStates:
         self[len(self) - 1] = states
 
     def __getitem__(self, batch: int) -> torch.Tensor:
-        """Return the states of a batch. They are valid until they are overwritten."""
+        """Return the states of a batch. They are valid until they are overwritten.
+
+        The copy from a GPU may not have finished. Copies to the GPU follow it, but the host must
+        wait before it reads the states.
+        """
         return self._states[batch]
 
     def __setitem__(self, batch: int, states: torch.Tensor) -> None:
         """Overwrite the states of a batch with states of the same shape."""
         kept = self._states[batch]
         assert states.shape == kept.shape, (states.shape, kept.shape)
-        kept.copy_(states)
+        kept.copy_(states, non_blocking=states.device.type == "cuda" and kept.is_pinned())
         if batch in self._pages:
             # The pages leave memory. Their data stay in the file, because the mapping is shared.
             self._pages[batch].madvise(mmap.MADV_DONTNEED)

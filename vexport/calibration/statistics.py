@@ -293,8 +293,7 @@ def watched_tower(walk: LayerWalk, plan: Plan, statistics: Statistics) -> Iterat
 
     def take(module: str, value: Value) -> None:
         for name, is_finite in statistics.add(inputs, module, value):
-            if not is_finite:
-                raise walk.not_finite_input(name)
+            walk.check(is_finite, walk.not_finite_input(name))
 
     with inputs.hooked(take, first_only=True):
         yield
@@ -351,12 +350,12 @@ class StatisticsWatcher:
             layer.watching.enter_context(attention)
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
-        """Raise CheckpointFailed if an input of a row was not finite."""
-        broken = next((name for name, is_finite in self._finite if not is_finite), None)
+        """Let the walk check that all inputs of a row are finite."""
+        run = partial(self._layer.run_again, index)
+        for name, is_finite in self._finite:
+            error = partial(self._walk.not_finite_error, self._layer, index, run, name)
+            self._walk.check(is_finite, error)
         self._finite.clear()
-        if broken is not None:
-            run = partial(self._layer.run_again, index)
-            raise self._walk.not_finite_error(self._layer, index, run, broken)
 
     def leave(self, layer: Layer) -> None:
         """Do nothing: a layer needs no further work."""

@@ -13,14 +13,21 @@ from typing import Protocol
 
 import torch
 
-from vexport.calibration.capture import capture_layer_calls, float32_products, replayed_layers
+from vexport.calibration.capture import (
+    capture_layer_calls,
+    float32_products,
+    replayed_layers,
+    single_sequences,
+)
 from vexport.calibration.data import Samples
-from vexport.calibration.inputs import Counted, Places
+from vexport.calibration.inputs import Counted, CountedTokens, Places
 from vexport.calibration.model import (
     HiddenStates,
     build_on_meta,
     decoder_layers,
+    finite,
     joined,
+    read_flags,
     require_device,
     tie_head,
     unload,
@@ -35,13 +42,14 @@ from vexport.records import OnProgress, Smoothing, silent
 from vexport.records.calibration import PICTURES
 from vexport.rules import calibration as rules
 
+# Outputs of rows wait until they were checked for values that are not finite. The host waits for a
+# GPU when the outputs have this many bytes together, and at the end of a layer.
+UNCHECKED_BYTES = 1 << 26
+
 
 def is_finite(value: torch.Tensor) -> bool:
     """Return True if no element is infinite or NaN. An empty tensor is finite."""
-    if not value.numel():
-        return True
-    low, high = torch.aminmax(value)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    return bool(finite(value))
 
 
 def first_not_finite(
@@ -87,8 +95,8 @@ class Layer:
     The head has the number of layers as its `number`, an empty `name` and the whole model as its
     `module`. It returns logits. `run` runs the module on the hidden states of a row. `input_of`
     copies the layer's input for a row to the device. In a forward pass, call it for a row only
-    until `Watcher.row` returns for this row: the output then replaces the input. Context managers
-    in `watching` end when all rows have run, also if the walk fails.
+    until `Watcher.row` returns for this row: the output may then replace the input. Context
+    managers in `watching` end when all rows have run, also if the walk fails.
     """
 
     number: int
@@ -156,7 +164,13 @@ class LayerWalk:
         self.model = build_on_meta(index.root, trust_remote_code=trust_remote_code, device=device)
         self.name, self.layers = decoder_layers(self.model)
         self.ids: list[torch.Tensor] = []
-        self._counted: list[torch.Tensor] = []
+        # The number of tokens in all rows that statistics count.
+        self.counted_tokens = 0
+        self._counted: list[CountedTokens] = []
+        # Outputs that replace the states of a stream when they were checked, by the row's index.
+        self._outputs: list[tuple[Stream, int, torch.Tensor]] = []
+        # Boolean tensors that must be True, and the errors to raise otherwise.
+        self._checks: list[tuple[torch.Tensor, Callable[[], VexportError]]] = []
         # The row that began to run last.
         self._row = 0
         with Reader() as reader:
@@ -186,7 +200,10 @@ class LayerWalk:
         self.ids = [torch.tensor([ids], device=self.device) for ids in samples.token_ids]
         pictures = len(samples.pictures) - samples.pictures.count(None)
         seen = self._pictures_of(samples, partial(on_progress, PICTURES), pictures)
-        self._counted = [torch.tensor(each, device=self.device) for each in samples.counted]
+        self.counted_tokens = samples.counted_tokens
+        self._counted = [CountedTokens.of(each, self.device) for each in samples.counted]
+        self._outputs.clear()
+        self._checks.clear()
         self._rows = samples.places
         self._report = partial(on_progress, stage)
         with (
@@ -205,6 +222,9 @@ class LayerWalk:
                 self._captured = capture_layer_calls(
                     self.model, self.name, self.layers, zip(self.ids, seen, strict=True), hidden
                 )
+            self.settle()
+            if self.device.startswith("cuda"):
+                torch.cuda.synchronize()  # the host may now read the states
             yield hidden
 
     def _pictures_of(
@@ -257,9 +277,9 @@ class LayerWalk:
                 for index in range(len(stream)) if rows is None else rows:
                     output = layer.run(index, self.on_device(stream[index]))
                     _notify(watchers, index, output)
-                    if not is_finite(output):
-                        raise self.not_finite_error(layer, index, partial(layer.run_again, index))
-                    stream[index] = output
+                    self._check_output(layer, index, output, stream[index])
+                    self.replace(stream, index, output)
+                self.settle()
 
     def run_head(
         self, stream: Stream, *watchers: Watcher, rows: Sequence[int] | None = None
@@ -275,6 +295,7 @@ class LayerWalk:
         with _watched(layer, watchers):
             for index in range(len(stream)) if rows is None else rows:
                 _notify(watchers, index, layer.run(index, stream[index]))
+            self.settle()
         self.finish_step()
 
     def backward(
@@ -302,12 +323,6 @@ class LayerWalk:
         """Return `counted_of` the row that runs. Hooks call this while rows run one by one."""
         return self.counted_of(self._row)
 
-    @property
-    def counted_tokens(self) -> int:
-        """Return the number of tokens in all rows that statistics count."""
-        numbers = map(torch.sum, self._counted) if self._counted else map(torch.numel, self.ids)
-        return sum(map(int, numbers))
-
     def on_device(self, states: torch.Tensor) -> torch.Tensor:
         """Return hidden states on the device.
 
@@ -319,19 +334,53 @@ class LayerWalk:
     def run_row(self, layer: Layer, index: int, states: torch.Tensor) -> torch.Tensor:
         """Run a row's hidden states through a layer, without changing the stream of `forward`.
 
-        For example, run the states of a quantized model. Raises CheckpointFailed if the output is
-        not finite.
+        For example, run the states of a quantized model. `settle` raises CheckpointFailed if the
+        output is not finite. Do not change the states until then.
         """
-        run = partial(layer.run, index, self.on_device(states))
-        output = run()
-        if not is_finite(output):
-            raise self.not_finite_error(layer, index, run)
+        output = layer.run(index, self.on_device(states))
+        self._check_output(layer, index, output, states)
         return output
+
+    def _check_output(
+        self, layer: Layer, index: int, output: torch.Tensor, states: torch.Tensor
+    ) -> None:
+        def run() -> object:
+            return layer.run(index, states.to(self.device, copy=True))
+
+        self.check(finite(output), partial(self.not_finite_error, layer, index, run))
+
+    def check(self, is_right: torch.Tensor, error: Callable[[], VexportError]) -> None:
+        """Let `settle` raise an error if a Boolean tensor without dimensions is False."""
+        self._checks.append((is_right, error))
+
+    def replace(self, stream: Stream, index: int, output: torch.Tensor) -> None:
+        """Replace a row's states in a stream by a layer's output, at the latest in `settle`."""
+        self._outputs.append((stream, index, output))
+        if sum(each.nbytes for _, _, each in self._outputs) > UNCHECKED_BYTES:
+            self.settle()
+
+    def settle(self) -> None:
+        """Raise the error of the first check that fails. Otherwise, replace the states of rows.
+
+        The host waits for a GPU once. A layer calls this after its last row, with the hooks and
+        weights of its forward, because an error runs its row again.
+        """
+        checks, outputs = self._checks, self._outputs
+        self._checks, self._outputs = [], []
+        right = read_flags([is_right for is_right, _ in checks])
+        for is_right, (_, error) in zip(right, checks, strict=True):
+            if not is_right:
+                raise error()
+        for stream, index, output in outputs:
+            stream[index] = output
 
     def logits(self, index: int, states: torch.Tensor) -> torch.Tensor:
         """Return a row's logits (1, tokens, vocabulary) from its states behind the last layer."""
         self._row = index
-        with replayed_layers(self.layers, self.on_device(states), self._captured.rest):
+        with (
+            single_sequences(),
+            replayed_layers(self.layers, self.on_device(states), self._captured.rest),
+        ):
             logits: torch.Tensor = self.model(input_ids=self.ids[index], use_cache=False).logits
         return logits
 
@@ -357,16 +406,20 @@ class LayerWalk:
             side = "input"
         return CheckpointFailed.of(rules.NOT_FINITE, name, row=self._rows[index], side=side)
 
-    def not_finite_input(self, module: str) -> VexportError:
-        """Return the error for an input of a module in front of the decoder layers.
+    def not_finite_input(self, module: str) -> Callable[[], VexportError]:
+        """Return a function that makes the error for an input of a module in front of the layers.
 
-        The row that runs has a value that is not finite in this input. If a weight is not finite,
-        the error names the weight.
+        The row that runs now has a value that is not finite in this input. If a weight is not
+        finite, the error names the weight.
         """
-        if weight := self._weight_not_finite():
-            return not_finite(weight)
         row = self._rows[self._row]
-        return CheckpointFailed.of(rules.NOT_FINITE, module, row=row, side="input")
+
+        def error() -> VexportError:
+            if weight := self._weight_not_finite():
+                return not_finite(weight)
+            return CheckpointFailed.of(rules.NOT_FINITE, module, row=row, side="input")
+
+        return error
 
     def _weight_not_finite(self) -> str | None:
         """Return the stored name of a weight in memory that is not finite, or None."""
@@ -380,7 +433,7 @@ class LayerWalk:
         """Return a function that copies the current hidden states of a row to the device."""
 
         def input_of(number: int, index: int) -> torch.Tensor:
-            return stream[index].to(self.device, copy=True)
+            return stream[index].to(self.device, copy=True, non_blocking=True)
 
         return input_of
 

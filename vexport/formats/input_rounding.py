@@ -7,12 +7,18 @@ This module needs numba. vLLM's process imports `dequantize`, which is therefore
 vLLM's CPU build fails at startup if numba is imported.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from compressed_tensors.quantization.utils import (
+    calculate_range,
+    compute_dynamic_scales_and_zp,
+    helpers,
+)
 from torch.nn import Module
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -58,9 +64,10 @@ def round_activations(
     exact = value.to(torch.float32).reshape(1, -1, value.shape[-1])
     global_scale = scales.get("input_global_scale")
     if args.dynamic in (True, "local"):
-        scale, zero_point = compute_dynamic_scales_and_zp(
-            exact, args, module, global_scale=global_scale
-        )
+        with _range_as_numbers():
+            scale, zero_point = compute_dynamic_scales_and_zp(
+                exact, args, module, global_scale=global_scale
+            )
     else:
         scale, zero_point = scales["input_scale"].to(torch.float32), scales.get("input_zero_point")
     if (args.type, args.num_bits, exact.device.type) == ("float", 4, "cpu"):
@@ -68,6 +75,30 @@ def round_activations(
     else:
         rounded = fake_quantize(exact, scale, zero_point, args, global_scale=global_scale)
     return rounded.reshape(value.shape).to(value.dtype)
+
+
+@contextmanager
+def _range_as_numbers() -> Iterator[None]:
+    """Let compressed-tensors compute scales with numbers for the ends of a format's range.
+
+    It computes the ends as tensors on the device, and reads them. The host would wait for a GPU.
+    """
+    before = helpers.calculate_range
+    helpers.calculate_range = _range_of
+    try:
+        yield
+    finally:
+        helpers.calculate_range = before
+
+
+def _range_of(args: QuantizationArgs, device: torch.device) -> tuple[float, float]:
+    return _ends(args.type, args.num_bits)
+
+
+@cache
+def _ends(kind: str, bits: int) -> tuple[float, float]:
+    low, high = calculate_range(QuantizationArgs(type=kind, num_bits=bits), "cpu")
+    return float(low), float(high)
 
 
 def _rounded_to_e2m1(exact: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -119,7 +119,7 @@ class InputMoments:
         number = tokens.numel() // tokens.shape[-1]
         known = self._model.calibration.token_weights
         token_weights = token_weights_of(known, self._inputs.modules_of(site), number)
-        return None if token_weights is None else token_weights.to(tokens.device)
+        return None if token_weights is None else token_weights.to(tokens.device, non_blocking=True)
 
     def _add_down(
         self,
@@ -145,7 +145,7 @@ class InputMoments:
         assert site.expert is not None
         route = here.routes[site.expert]
         if counted is not None:
-            route = route[counted[route]]
+            route = route[counted.mask[route]]
         moments.add(
             between[route],
             None if wanted is None else wanted[route],
@@ -161,7 +161,7 @@ class InputMoments:
 
 
 def _only(weights: torch.Tensor | None, counted: Counted) -> torch.Tensor | None:
-    return weights if weights is None or counted is None else weights[counted]
+    return weights if weights is None or counted is None else weights[counted.places]
 
 
 def _tokens_of(value: Value) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from vexport.calibration.capture import watch_attention
 from vexport.calibration.data import Samples
-from vexport.calibration.inputs import Counted, GroupInputs, Value, counted_rows
+from vexport.calibration.inputs import GroupInputs, Value, counted_rows
 from vexport.calibration.model import HiddenStates
 from vexport.calibration.statistics import Statistics, require_observed_cache
 from vexport.calibration.walk import Layer, LayerWalk
@@ -205,6 +205,7 @@ class RoundingWatcher:
         with self._model.apply_groups(groups, rounded):
             for index in range(len(self._quantized)):
                 self._run(layer, index)
+            self._walk.settle()
 
     def _round(self, layer: Layer) -> None:
         rows = WaitingRows(self._runs(partial(self._run, layer)))
@@ -227,9 +228,8 @@ class RoundingWatcher:
 
     def _rounder(self, layer: Layer) -> "LayerRounder":
         groups = self._groups[layer.number]
-        counted_of = self._walk.counted_of
         return LayerRounder(
-            self._model, groups, self._inputs, self._statistics, self._tokens, counted_of
+            self._walk, self._model, groups, self._inputs, self._statistics, self._tokens
         )
 
     def _inputs_of(self, groups: Sequence[FusionGroup]) -> GroupInputs:
@@ -244,7 +244,8 @@ class RoundingWatcher:
         return [partial(run, index) for index in range(len(self._quantized))]
 
     def _run(self, layer: Layer, index: int) -> None:
-        self._quantized[index] = self._walk.run_row(layer, index, self._quantized[index])
+        output = self._walk.run_row(layer, index, self._quantized[index])
+        self._walk.replace(self._quantized, index, output)
 
     def _state_error(self) -> float:
         """Return the relative error |h~ - h|^2 / |h|^2 of a layer's output, over the counted tokens
@@ -253,7 +254,7 @@ class RoundingWatcher:
         h are the hidden states of the source, and h~ those of the quantized model. Every rank must
         call this.
         """
-        signal = noise = 0.0
+        powers = list[torch.Tensor]()
         for index in self.followed_rows:
             counted = self._walk.counted_of(index)
             source, quantized = map(
@@ -261,8 +262,12 @@ class RoundingWatcher:
             )
             exact = counted_rows(source, counted, "").to(torch.float32)
             made = counted_rows(quantized, counted, "").to(torch.float32)
-            signal += float(exact.square().sum())
-            noise += float((made - exact).square().sum())
+            powers.append(torch.stack((exact.square().sum(), (made - exact).square().sum())))
+        signal = noise = 0.0
+        # The host waits for a GPU only once.
+        for signal_of_row, noise_of_row in torch.stack(powers).tolist() if powers else ():
+            signal += signal_of_row
+            noise += noise_of_row
         signals, noises = zip(*gather((signal, noise)), strict=True)
         return sum(noises) / sum(signals) if sum(signals) else 0.0
 
@@ -280,21 +285,20 @@ class LayerRounder:
 
     All rows stop in front of a module. From their inputs, static scales and importance are
     computed, and then the rounded weights. The rows continue through the rounded module to the next
-    module. `total_tokens` is the number of counted tokens on all ranks. `counted_of` returns the
-    counted tokens of a row.
+    module. `total_tokens` is the number of counted tokens on all ranks.
     """
 
     def __init__(
         self,
+        walk: LayerWalk,
         model: QuantizedModel,
         groups: Sequence[FusionGroup],
         inputs: GroupInputs,
         statistics: Statistics,
         total_tokens: int,
-        counted_of: Callable[[int], Counted],
     ) -> None:
+        self._walk = walk
         self._model = model
-        self._counted_of = counted_of
         self._groups = groups
         self._inputs = inputs
         self._statistics = statistics
@@ -326,6 +330,7 @@ class LayerRounder:
                 left.remove(name)
                 self._round_module(name, rows, exact, block)
                 rows.release(name)
+            self._walk.settle()
         fallbacks = {
             name: GroupRounding(name=name, fallback=reason)
             for name, reason in self._inputs.unreachable.items()
@@ -343,7 +348,7 @@ class LayerRounder:
         self._observe(inputs, groups, name, rows, len(exact))
         moments = self._moments(inputs)
         for index, row in enumerate(exact):
-            moments.add(rows.recorded_input(index, name), row, self._counted_of(index))
+            moments.add(rows.recorded_input(index, name), row, self._walk.counted_of(index))
             row.pop(name, None)
         self._round(groups, moments, block)
 
@@ -361,7 +366,7 @@ class LayerRounder:
         statistics = self._statistics.for_groups(groups)
         for index in range(number):
             for module, value in rows.recorded_input(index, name).items():
-                statistics.add(inputs, module, value, self._counted_of(index))
+                statistics.add(inputs, module, value, self._walk.counted_of(index))
         statistics.sync()
         report = self._report
         self._report = replace(

@@ -248,7 +248,11 @@ class TrialWatcher:
                 self._changed[trial] = self._run_rows(layer, self._layer_inputs)
 
     def _run_rows(self, layer: Layer, states: States) -> States:
-        return [self._walk.run_row(layer, index, row).to("cpu") for index, row in enumerate(states)]
+        made = StatesInMemory(list(states))
+        for index, row in enumerate(states):
+            self._walk.replace(made, index, self._walk.run_row(layer, index, row))
+        self._walk.settle()
+        return [made[index] for index in range(len(made))]
 
     def losses(self) -> dict[Trial, float]:
         """Return the mean KL of each trial over all counted tokens, after the walk."""
