@@ -7,10 +7,10 @@ from vexport.formats.plan import FusionGroup, Plan
 from vexport.plan.rules import SMOOTHING_ROWS, TOKEN_WEIGHT_ROWS, rounds_with_text
 
 # Time per weight to search scales and to round column by column, as the number of float32
-# operations that a matrix product does in this time. `_operations` adds the matrix products with
-# the moments of the inputs. Measured on a Xeon with AVX-512 (one thread, 86 GFLOPS, 6 layers of
-# SmolLM2-135M in W4A16_G64): a layer of 3.5 million weights took 0.7 s in all with 256 tokens. With
-# 2,048 tokens it took 1.24 s, and the estimate is 1.28 s.
+# operations that a matrix product does in this time. `calibration_operations` adds the matrix
+# products with the moments of the inputs. Measured on a Xeon with AVX-512 (one thread, 86 GFLOPS,
+# 6 layers of SmolLM2-135M in W4A16_G64): a layer of 3.5 million weights took 0.7 s in all with 256
+# tokens. With 2,048 tokens it took 1.24 s, and the estimate is 1.28 s.
 ROUNDING_PER_WEIGHT = 14_000
 # Operations of one CPU in a second of calibration. SmolLM2-135M in W4A16_G64 with 16 samples of 256
 # tokens reached 31e9 with AVX-512 and 12e9 without it, on two CPUs.
@@ -22,10 +22,11 @@ LONG_SECONDS = 120.0
 def calibration_seconds(plan: Plan, *, samples: int, seq_len: int) -> float:
     """Return the order of magnitude of the seconds of all calibration steps on this machine."""
     speed = CPU_SPEED * len(os.sched_getaffinity(0))
-    return _operations(plan, samples=samples, seq_len=seq_len) / speed
+    return calibration_operations(plan, samples=samples, seq_len=seq_len) / speed
 
 
-def _operations(plan: Plan, *, samples: int, seq_len: int) -> float:
+def calibration_operations(plan: Plan, *, samples: int, seq_len: int) -> float:
+    """Return the number of operations of all calibration steps."""
     tokens = samples * seq_len
     weights = sum(_weights(group) for group in plan.groups)
     rounded = [group for group in plan.groups if group.rounding != "nearest"]

@@ -72,7 +72,7 @@ class Calibration(ScenarioSection):
             "Calibration",
             names="--calibration",
             metavar="DATA",
-            more="Or a list of texts; see [the data](calibration-data.md#calibration-data).",
+            more="Or a list of texts; see [the data](calibration-data.md).",
         ),
     ]
     split: Annotated[
