@@ -220,7 +220,7 @@ class LoadSettings(ScenarioSection):
         Option(
             "Continue fixed prompts by 200 tokens in each engine, to find degenerate output.",
             "vLLM",
-            more="See [canary](load.md#canary).",
+            more="See [canary](real-load.md#canary).",
         ),
     ] = True
 
