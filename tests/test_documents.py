@@ -45,6 +45,8 @@ OPTIONS = {
     }
     for name, command in ALL_COMMANDS.items()
 }
+# Pages for developers, pages that scripts write, and the README with its first block.
+LONG_PAGES = {"CONTRIBUTING", "README", "rulebook"}
 # Options of other tools, and of scripts.
 OTHER_OPTIONS = {
     "--help",
@@ -139,6 +141,15 @@ def script_module(name: str) -> ModuleType:
 def anchors(text: str) -> set[str]:
     headings = re.findall(r"(?m)^#+ (.+)$", text)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_a_page_is_read_in_minutes() -> None:
+    """A page has at most 800 words of prose, unless it says that it is a reference."""
+    marks = ("    ", "|", "#", "<!--")
+    for page, text in PROSE.items():
+        lines = [line for line in text.splitlines() if not line.startswith(marks)]
+        is_short = len(" ".join(lines).split()) <= 800
+        assert is_short or "This page is a reference" in text or page in LONG_PAGES, page
 
 
 def test_scheme_table_is_complete() -> None:

@@ -241,7 +241,7 @@ def test_listed_names_are_explained() -> None:
 
 def test_explain_prints_section() -> None:
     ran = vexport("explain", "fp8-block")
-    page = (ROOT / "vexport" / "docs" / "schemes.md").read_text(encoding="utf-8")
+    page = (ROOT / "vexport" / "docs" / "storage.md").read_text(encoding="utf-8")
     assert ran.code == 0
     assert ran.stdout.strip() in re.sub(r"<!-- explains: .+? -->\n*", "", page)
     answer = json.loads(vexport("explain", "INCONCLUSIVE", "--format", "json").stdout)

@@ -58,7 +58,7 @@ IncludeVisionSetting = Annotated[
     Option(
         "Also quantize the tower of pictures and its projector.",
         "Scheme",
-        more="See [pictures](pictures.md#quantizing-the-tower).",
+        more="See [pictures](vision-tower.md).",
     ),
 ]
 
