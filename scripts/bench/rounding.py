@@ -2,17 +2,23 @@
 
     scripts/real-model && scripts/bench/setup-peer
     .venv/bin/python scripts/bench/rounding.py [--scheme W4A16_G64]... [--method refit]...
-        [--rows 64] [--held-out 16] [--model real/SmolLM2-135M-Instruct] [--text real/text]
-        [--folder DIR] [--show]
+        [--rows 64] [--skip 0] [--held-out 16] [--model real/SmolLM2-135M-Instruct]
+        [--text real/text] [--folder DIR] [--show]
 
-The model is a real model. All methods use the same rows. A cell is a scheme and a method. The
-result of each cell is written to DIR/ROWS/SCHEME-METHOD/score.json. Finished cells are skipped, so
-a benchmark can be stopped at any time and cells can run separately. --show only prints.
+scripts/real-model makes a second model, too: --model real/gemma/gemma-3-270m. The text is the
+folder `text` next to the model, unless --text names another. All methods calibrate on the same
+rows: --rows rows after the first --skip.
+
+A cell is a scheme and a method. The result of each cell is written to
+DIR/MODEL/ROWS-SKIP/SCHEME-METHOD/score.json. Finished cells are skipped, so a benchmark can be
+stopped at any time and cells can run separately. --show only prints: first the table of
+vexport/docs/results.md, then all cells.
 
 KL is the divergence of the checkpoint from the source. NLL is the checkpoint's. Both are means over
 --held-out rows of text of the calibration's kind (`same`) and of another kind (`other`). Weights
 are dequantized by compressed-tensors, inputs are rounded as the scheme requires, and transformers
-runs the model. The number after the KL is the standard error of the mean over rows.
+runs the model. The number after the KL is the standard error of the mean over rows. score.json has
+the KL of each row, too.
 
 Times exclude imports. For vexport the time covers the whole command, from the source's files to the
 written checkpoint. For llm-compressor it covers only `oneshot` (calibration and rounding). On a
@@ -22,6 +28,7 @@ process. Linux only.
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -54,19 +61,22 @@ COLUMNS = (
     *("s", "CPU s", "time", "MB"),
 )
 SEQ_LEN = 512
-MADE, SCORE, CHECKPOINT = "made.json", "score.json", "checkpoint"
+MADE, SCORE, CHECKPOINT, ROWS = "made.json", "score.json", "checkpoint", "rows.jsonl"
+Cells = Mapping[tuple[str, str], Mapping[str, Any]]
 # The strength of llm-compressor's W8A8 example.
 SMOOTHING = 0.8
 
 
 def folder_of(options: argparse.Namespace, scheme: str, method: str) -> Path:
-    folder: Path = options.folder / str(options.rows) / f"{scheme}-{method}"
+    rows = f"{options.rows}-{options.skip}"
+    folder: Path = options.folder / options.model.name / rows / f"{scheme}-{method}"
     return folder
 
 
 def make(options: argparse.Namespace, scheme: str, method: str, out: Path) -> dict[str, float]:
     """Quantize with a method. Return wall time and processor time in seconds, and memory in MB."""
-    model, data = options.model.resolve(), options.text.resolve() / "calibration.jsonl"
+    model, data = options.model.resolve(), out.with_name(ROWS)
+    select_rows(options, data)
     if method in THEIRS:
         recipe = method.removeprefix("peer-")
         ran = timed(PEER, __file__, "--peer", model, out, scheme, recipe, data, options.rows)
@@ -76,6 +86,16 @@ def make(options: argparse.Namespace, scheme: str, method: str, out: Path) -> di
             *OWN, *words, "--calibration", data, "--samples", options.rows, "--seq-len", SEQ_LEN
         )
     return {**ran.answer, "megabytes": ran.megabytes}
+
+
+def select_rows(options: argparse.Namespace, out: Path) -> None:
+    """Write the rows for calibration to a file."""
+    text = options.text / "calibration.jsonl"
+    lines = text.read_text(encoding="utf-8").splitlines(keepends=True)
+    last = options.skip + options.rows
+    if last > len(lines):
+        raise SystemExit(f"{text}: got {len(lines)} rows, need {last}")
+    out.write_text("".join(lines[options.skip : last]), encoding="utf-8")
 
 
 def run_peer(model_path: str, out: str, scheme: str, method: str, data: str, count: str) -> None:
@@ -151,6 +171,7 @@ def run_score(model: str, checkpoint: str, text: str, count: str) -> None:
     from vexport.numerics.metrics import divergence_of_logits
 
     score: dict[str, dict[str, float]] = {"kl": {}, "kl_error": {}, "nll": {}}
+    kl_rows: dict[str, list[float]] = {}
     source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
     candidate = load_dequantized(Path(checkpoint))
     # compressed-tensors compiles its FP4 rounding, which would need a C++ compiler.
@@ -167,7 +188,8 @@ def run_score(model: str, checkpoint: str, text: str, count: str) -> None:
             score["kl"][domain] = statistics.mean(divergences)
             score["kl_error"][domain] = statistics.stdev(divergences) / len(divergences) ** 0.5
             score["nll"][domain] = statistics.mean(losses)
-    print(json.dumps(score))
+            kl_rows[domain] = divergences
+    print(json.dumps({**score, "kl_rows": kl_rows}))
 
 
 def fill(options: argparse.Namespace, scheme: str, method: str) -> None:
@@ -194,28 +216,67 @@ def write(path: Path, value: object) -> None:
     temporary.replace(path)
 
 
-def markdown(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> str:
+def best_peer(cells: Cells, scheme: str) -> Mapping[str, Any] | None:
+    """Return the cell of llm-compressor's recipe with the lowest KL on the calibration's kind."""
+    peers = [cells[scheme, name] for name in THEIRS if (scheme, name) in cells]
+    return min(peers, key=lambda cell: float(cell["kl"][DOMAINS[0]]), default=None)
+
+
+def page_table(cells: Cells) -> str:
+    """Return the table of the results page: a row for each scheme, the KL on both texts.
+
+    `share` is the KL of refit as a share of the KL of llm-compressor's best recipe.
+    """
+    rows = []
+    for scheme in dict.fromkeys(scheme for scheme, _ in cells):
+        peer, refit = best_peer(cells, scheme), cells.get((scheme, "refit"))
+        shown = [cells.get((scheme, "nearest")), peer, refit]
+        share = ", ".join(shares_of(refit, peer)) if refit and peer else "-"
+        rows.append([scheme, *(divergences_of(cell) if cell else "-" for cell in shown), share])
+    return table(("", "nearest", "llm-compressor's best", "refit", "share"), rows)
+
+
+def cell_table(cells: Cells) -> str:
     """Return a table with a row for each cell.
 
     `of peer` is the KL as a share of the KL of the peer's best recipe. `time` is the processor time
-    as a share of the time of the peer's GPTQ.
+    as a share of the time of this recipe.
     """
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    rows = []
     for (scheme, method), cell in cells.items():
-        peers = {name: cells[scheme, name] for name in THEIRS if (scheme, name) in cells}
-        words = [scheme, method]
-        for domain in DOMAINS:
-            best = min((peer["kl"][domain] for peer in peers.values()), default=None)
-            words.append(f"{cell['kl'][domain]:.4f} ± {cell['kl_error'][domain]:.4f}")
-            words.append(f"{cell['kl'][domain] / best:.2f}" if best else "-")
-        words += [f"{cell['nll'][domain]:.3f}" for domain in DOMAINS]
-        words += [f"{cell['seconds']:.0f}", f"{cell['cpu']:.0f}"]
-        words.append(
-            f"{cell['cpu'] / peers['peer-gptq']['cpu']:.2f}" if "peer-gptq" in peers else "-"
-        )
-        words.append(f"{cell['megabytes']:.0f}")
-        lines.append(f"| {' | '.join(words)} |")
-    return "\n".join(lines)
+        peer = best_peer(cells, scheme)
+        shares = shares_of(cell, peer) if peer else ["-" for _ in DOMAINS]
+        row = [scheme, method]
+        for domain, share in zip(DOMAINS, shares, strict=True):
+            row += [f"{cell['kl'][domain]:.4f} ± {cell['kl_error'][domain]:.4f}", share]
+        row += [f"{cell['nll'][domain]:.3f}" for domain in DOMAINS]
+        row += [f"{cell['seconds']:.0f}", f"{cell['cpu']:.0f}"]
+        row.append(f"{cell['cpu'] / peer['cpu']:.2f}" if peer else "-")
+        row.append(f"{cell['megabytes']:.0f}")
+        rows.append(row)
+    return table(COLUMNS, rows)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [columns, ["---" for _ in columns], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def shares_of(cell: Mapping[str, Any], peer: Mapping[str, Any]) -> list[str]:
+    """Return a cell's KL as a share of the KL of a peer's cell, for each text."""
+    return [f"{cell['kl'][domain] / peer['kl'][domain]:.2f}" for domain in DOMAINS]
+
+
+def divergences_of(cell: Mapping[str, Any]) -> str:
+    """Return the KL on each text, as exact as its standard error."""
+    return ", ".join(with_error(cell["kl"][domain], cell["kl_error"][domain]) for domain in DOMAINS)
+
+
+def with_error(mean: float, error: float) -> str:
+    """Return a mean and its standard error, both to the error's first digit."""
+    decimals = max(0, -math.floor(math.log10(error))) if error > 0 else 4
+    return f"{mean:.{decimals}f} ± {error:.{decimals}f}"
 
 
 def main() -> None:
@@ -226,15 +287,17 @@ def main() -> None:
     parser.add_argument(
         "--method", action="append", choices=[*OURS, *THEIRS], help="A method; repeatable."
     )
-    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=64, help="Rows for calibration.")
+    parser.add_argument("--skip", type=int, default=0, help="Rows before these.")
     parser.add_argument("--held-out", type=int, default=16)
     parser.add_argument("--model", type=Path, default=ROOT / "real" / "SmolLM2-135M-Instruct")
-    parser.add_argument("--text", type=Path, default=ROOT / "real" / "text")
+    parser.add_argument("--text", type=Path, help="Default: the folder `text` next to the model.")
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()) / "vexport-bench-rounding"
     )
     parser.add_argument("--show", action="store_true", help="Print what is there, run nothing.")
     options = parser.parse_args()
+    options.text = options.text or options.model.parent / "text"
     cells = {}
     for scheme in options.scheme or SCHEMES:
         for method in options.method or (*OURS, *THEIRS):
@@ -244,7 +307,7 @@ def main() -> None:
             if files[1].is_file():
                 made, score = (json.loads(file.read_text(encoding="utf-8")) for file in files)
                 cells[scheme, method] = {**made, **score}
-    print(markdown(cells))
+    print(page_table(cells), cell_table(cells), sep="\n\n")
 
 
 if __name__ == "__main__":
