@@ -5,9 +5,10 @@ from pathlib import Path
 import torch
 from torch.nn import Linear
 
+from tests.calibration.seeing import save_seeing
 from tests.command import ROOT
 from tests.models import quantize
-from vexport.checkpoint.index import StoredQuantization
+from vexport.checkpoint.index import StoredQuantization, read_index
 from vexport.engine.reference import load_dequantized, schemes_of_layers
 from vexport.records import Json
 
@@ -58,3 +59,19 @@ def test_model_with_vision_tower(tmp_path: Path) -> None:
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([[8, 9, 10]])).logits
     assert torch.isfinite(logits).all()
+
+
+def test_modules_under_other_names_than_in_the_checkpoint(tmp_path: Path) -> None:
+    """LLaVA's checkpoints have `language_model.model`, transformers has `model.language_model`."""
+    source = save_seeing("llava", tmp_path / "llava")
+    out = quantize(source, tmp_path / "out", "FP8_DYNAMIC")
+    assert any(name.startswith("language_model.model.") for name in read_index(out).tensors)
+    exact, model = load_dequantized(source), load_dequantized(out)
+    rounded = [name for name, module in model.named_modules() if module._forward_pre_hooks]
+    assert len(rounded) == 14
+    assert all(name.startswith("model.language_model.layers.") for name in rounded)
+    with torch.inference_mode():
+        logits, expected = (
+            each(input_ids=torch.tensor([range(40)])).logits for each in (model, exact)
+        )
+    assert 0 < (logits - expected).std() < 0.2 * expected.std()

@@ -28,6 +28,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
@@ -203,10 +205,11 @@ def load_dequantized(checkpoint: Path) -> Module:
     tensors = _read_tensors(checkpoint)
     stored = {key.rpartition(".")[0] for key in tensors}
     linear = Linear(1, 1, device="meta")
+    modules = _modules_of(skeleton, stored)
     linears = {
         name: linear
-        for name, module in skeleton.named_modules()
-        if isinstance(module, Linear | Conv1D) and name in stored
+        for name, module in modules.items()
+        if isinstance(skeleton.get_submodule(module), Linear | Conv1D)
     }
     # Projections of single experts. transformers joins the experts of a layer in one tensor once it
     # has read all of them.
@@ -216,7 +219,7 @@ def load_dequantized(checkpoint: Path) -> Module:
     schemes = schemes_of_layers({**linears, **experts}, quantization, tensors)
     inputs = {name: _dequantize(name, scheme, tensors, dtype) for name, scheme in schemes.items()}
     for name in schemes:
-        if name not in experts and isinstance(skeleton.get_submodule(name), Conv1D):
+        if name not in experts and isinstance(skeleton.get_submodule(modules[name]), Conv1D):
             tensors[f"{name}.weight"] = tensors[f"{name}.weight"].T.contiguous()
     loaded: tuple[Module, dict[str, Iterable[str]]] = type(skeleton).from_pretrained(
         None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
@@ -230,10 +233,28 @@ def load_dequantized(checkpoint: Path) -> Module:
     for name, scales in inputs.items():
         rounding = schemes[name].input_activations
         if rounding is not None and name not in experts:
-            model.get_submodule(name).register_forward_pre_hook(
+            model.get_submodule(modules[name]).register_forward_pre_hook(
                 InputRounding(rounding, scales).hook
             )
     return model.eval()
+
+
+def _modules_of(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
+    """Return the name of each stored module in transformers' model, by its name in the checkpoint.
+
+    transformers renames the modules of some models, such as `language_model.model` of LLaVA.
+    """
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    modules = {}
+    for name in stored:
+        weight = f"{name}.weight"
+        renamed, _ = rename_source_key(weight, renamings, [], prefix, state)
+        found = renamed if renamed in state else weight
+        if found in state:
+            modules[name] = found.removesuffix(".weight")
+    return modules
 
 
 def _read_tensors(checkpoint: Path) -> Tensors:
