@@ -66,6 +66,22 @@ def test_root_cause_decides_kind(
     assert failure.log_tail.endswith(WRAPPER)
 
 
+def test_class_that_cannot_be_imported(tmp_path: Path) -> None:
+    """vLLM imports a model's class in another process, and refuses the model if this fails."""
+    cause = "ModuleNotFoundError: No module named 'torchvision'"
+    refusal = (
+        "ValueError: Model architectures ['LlavaForConditionalGeneration'] failed to be inspected."
+    )
+    log = tmp_path / "log"
+    log.write_text(
+        f"(MainProcess pid=9) ERROR 11-29 11:58:41 [registry.py:1108] {cause}\n{refusal}\n"
+    )
+    failure = explain(
+        EngineFailure(kind="refused", message=refusal, log_tail=""), log, platform="cpu"
+    )
+    assert (failure.kind, failure.message) == ("no package", cause)
+
+
 def test_assertions_and_signals_are_named(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(

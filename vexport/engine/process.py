@@ -52,6 +52,7 @@ _NO_PACKAGE = re.compile(r"(?:\w+\.)*(?:ModuleNotFoundError|ImportError): ")
 # vLLM's messages that hide the exception of another process. The log contains this exception.
 _WRAPPER = re.compile(
     r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError"
+    r"|failed to be inspected"  # a model's class cannot be imported
 )
 # The operating system's out-of-memory killer ends a process with SIGKILL.
 _KILLED_CORE = re.compile(r"Failed core proc\(s\): .*: -9\b")
