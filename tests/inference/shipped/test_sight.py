@@ -178,7 +178,7 @@ def test_text_server_is_refused(tmp_path: Path) -> None:
     server = seeing.SeeingServer()
 
     def reply(path: str, body: dict[str, object]) -> Sent:
-        if path.endswith("/chat/completions"):
+        if path.endswith("/chat/completions") and "image_url" in json.dumps(body):
             words = "demo is not a multimodal model"
             return Sent(content={"error": {"message": words}}, status=400)
         return server.reply(path, body)
@@ -186,4 +186,4 @@ def test_text_server_is_refused(tmp_path: Path) -> None:
     with replying(reply) as url:
         ran = evaluated([url], url, tmp_path / "run", "--limit", 2)
     assert ran.code == 2
-    assert_contains(ran.stderr, "not a multimodal model")
+    assert_contains(ran.stderr, "not a multimodal model", "remove the task", rules.REFUSED.id)

@@ -49,11 +49,12 @@ from vexport.inference.endpoint.replies import (
     version_of,
 )
 from vexport.inference.row_scores import TokenLogprobs
-from vexport.inference.shipped.base import Conversation
+from vexport.inference.shipped.base import Conversation, has_pictures
 from vexport.records import Endpoint, Json
 from vexport.records.values import MOST_COUNT
 from vexport.rules import prompts as prompt_rules
 from vexport.rules import server as rules
+from vexport.rules import sight as sight_rules
 from vexport.rules import tools as tool_rules
 from vexport.version import __version__
 from vexport.words import clip
@@ -352,9 +353,11 @@ class Server:
         is_unsupported = error.status in NO_SUCH_PATH or 400 <= error.status < 500
         if error.status in NO_KEY or not is_unsupported or is_too_long(str(error)):
             return self._refused_request_error(CHAT, error)
-        if "tools" not in body:
-            return self._refused_request_error(CHAT, error)
-        return InputError.of(tool_rules.REFUSED, self.endpoint.url, reply=words, request=CHAT)
+        if "tools" in body:
+            return InputError.of(tool_rules.REFUSED, self.endpoint.url, reply=words, request=CHAT)
+        if has_pictures(body["messages"]):
+            return InputError.of(sight_rules.REFUSED, self.endpoint.url, reply=words)
+        return self._refused_request_error(CHAT, error)
 
     def _refused_request_error(self, purpose: str, error: RefusedError) -> InputError:
         rule = rules.KEY if error.status in NO_KEY else rules.REFUSED

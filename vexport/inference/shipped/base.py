@@ -31,14 +31,20 @@ class Conversation:
     @property
     def has_pictures(self) -> bool:
         """Return True if a message has a picture."""
-        contents = (message.get("content") for message in self.messages)
-        parts = (part for content in contents if isinstance(content, list) for part in content)
-        return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
+        return has_pictures([*map(dict, self.messages)])
 
     @property
     def begins_response(self) -> bool:
         """Return True if the last message is the beginning of the response."""
         return self.messages[-1].get("role") == "assistant"
+
+
+def has_pictures(messages: Json) -> bool:
+    """Return True if one of the messages has a picture."""
+    listed = messages if isinstance(messages, list) else []
+    contents = [message.get("content") for message in listed if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
