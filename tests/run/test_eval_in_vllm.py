@@ -1,14 +1,6 @@
 """Evaluation with held-out text, with tasks, and with a real `vllm serve`."""
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +9,7 @@ import yaml
 from tests.command import vexport
 from tests.judge.faults import DEMO, with_unequal_global_scales
 from tests.models import quantize
+from tests.run.served import serving
 from vexport.inference.endpoint.server import API_KEY
 
 TEXT = DEMO / "calibration.jsonl"
@@ -68,37 +61,6 @@ def test_text_and_drafts_decide_without_tasks(tmp_path: Path) -> None:
     assert "KL to the baseline" in again.stdout
 
 
-@contextmanager
-def serving(log: Path) -> Iterator[str]:
-    """Start vLLM's server of the demo model, which requires the key, and yield its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(DEMO / "model"),
-    ]
-    command += ["--host", "127.0.0.1", "--port", port, "--enforce-eager", "--max-num-seqs", "16"]
-    command += ["--distributed-executor-backend", "uni"]  # saves a process that imports vLLM
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
-    environment = {**os.environ, **environment, "TORCHDYNAMO_DISABLE": "1"}
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=environment, start_new_session=True
-        )
-    try:
-        while b"startup complete" not in log.read_bytes():
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 def answers(folder: Path) -> list[tuple[object, object, object]]:
     rows = [
         json.loads(line)
@@ -117,7 +79,8 @@ def test_server_answers_like_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tasks = f"{DEMO}/tasks/addition.yaml,{DEMO}/tasks/facts.yaml"
     whole = quantize(DEMO / "model", tmp_path / "whole", "NVFP4A16")
     out, broken = tmp_path / "out", with_unequal_global_scales(whole, tmp_path / "broken")
-    with serving(tmp_path / "server.log") as url:
+    log, key = tmp_path / "server.log", {"VLLM_API_KEY": KEY}
+    with serving(log, DEMO / "model", environment=key) as url:
         ran = vexport(
             *("eval", url, broken, "--baseline", DEMO / "model", "--output-dir", out, "--quiet"),
             *("--tasks", tasks, "--limit", "100", "--margin", "0.05"),
