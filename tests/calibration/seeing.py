@@ -56,17 +56,20 @@ TEMPLATE = """{{- bos_token -}}
 {%- endfor -%}"""
 QWEN_SIZES: Values = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
 MEANS: Values = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+# transformers always interleaves the sections, vLLM only if the config says so.
+QWEN3_ROPE: Values = {"mrope_section": [12, 10, 10], "mrope_interleaved": True}
 SQUARE: Values = {"size": {"height": 56, "width": 56}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seeing:
-    """A family, its processor, and the text of a picture in the chat template."""
+    """A family, its processor, the text of a picture in the chat template, and further tokens."""
 
     family: Family
     image_processor: Values
     processor: Values = field(default_factory=dict)
     picture: str = "<image>"
+    tokens: Sequence[str] = ()
 
 
 def _with_ids(family: Family, **ids: object) -> Family:
@@ -100,7 +103,7 @@ SEEING: Mapping[str, Seeing] = {
     "qwen3-vl": Seeing(
         family=Family(
             "qwen3_vl",
-            {**IDS, "num_hidden_layers": 3, "rope_scaling": {"mrope_section": [12, 10, 10]}},
+            {**IDS, "num_hidden_layers": 3, "rope_scaling": QWEN3_ROPE},
             towers={
                 "vision_config": {
                     **QWEN_VISION,
@@ -157,6 +160,7 @@ SEEING: Mapping[str, Seeing] = {
         image_processor={"image_processor_type": "Gemma3ImageProcessor", **SQUARE, **MEANS},
         processor={"processor_class": "Gemma3Processor", "image_seq_length": 4},
         picture="<start>",
+        tokens=("\n", "\n\n", "\n\n\n", "\n\n\n\n"),  # vLLM looks for them
     ),
     "internvl": Seeing(
         family=Family(
@@ -210,6 +214,7 @@ def save_with_processor(seeing: Seeing, folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.add_tokens(list(seeing.tokens))
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
