@@ -248,6 +248,8 @@ def test_explain_prints_section() -> None:
     assert (answer["page"], "would be enough" in answer["text"]) == ("statistics", True)
     assert "\nstatistics: " in vexport("explain").stdout
     assert vexport("explain", "w4a16_g64").stdout == vexport("explain", "W4A16").stdout
+    assert find_section("KV-cache").page == "fp8-kv-cache"
+    assert find_section("kv_cache").page == "findings"
 
 
 @pytest.mark.parametrize(("name", "nearest"), [("nvfp5", "NVFP4"), ("completness", "completeness")])

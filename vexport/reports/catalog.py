@@ -178,7 +178,9 @@ def render_section(section: ReferenceSection, format_: str) -> str:
 
 
 def find_section(name: str) -> ReferenceSection:
-    """Return the section with this name. Case, spaces and punctuation are ignored.
+    """Return the section with this name. Case is ignored.
+
+    If no section has exactly this name, spaces and punctuation are ignored, too.
 
     For a scheme with arguments (W4A16_G64), return the section of its preset, or of another preset
     in the same format.
@@ -186,6 +188,9 @@ def find_section(name: str) -> ReferenceSection:
     Raises:
         InputError: If no section has this name.
     """
+    for exact in all_sections():
+        if name.casefold() in map(str.casefold, exact.names):
+            return exact
     by_name = {_fold(known): section for section in all_sections() for known in section.names}
     if _fold(name) not in by_name and is_scheme(scheme_name(name)):
         format_ = get_scheme(scheme_name(name)).format
