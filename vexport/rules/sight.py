@@ -39,5 +39,5 @@ DOCUMENT = Rule(
     "sight/document",
     got="{reason}",
     need="a picture for each `<image>` of the text, in the data or in the folder of the data",
-    do="correct the document. Few-shot examples have no pictures (--num-fewshot 0)",
+    do="correct the document. lm-eval passes no pictures of few-shot examples (--num-fewshot 0)",
 )
