@@ -1,12 +1,25 @@
 """The time of calibration that is estimated before it begins."""
 
 import json
+import os
 from pathlib import Path
 
+import pytest
+
+from tests.calibration.seeing import save_seeing
 from tests.command import vexport
 from tests.texts import assert_contains
 from vexport.api import plan
-from vexport.plan.duration import LONG_SECONDS, about_minutes, calibration_seconds, duration_line
+from vexport.checkpoint.index import read_index
+from vexport.plan.duration import (
+    CPU_SPEED,
+    LONG_SECONDS,
+    about_minutes,
+    calibration_seconds,
+    duration_line,
+    tower_operations,
+)
+from vexport.rules.quantize import NEAREST_TOWER
 
 
 def test_seconds_follow_tokens_and_weights(llama: Path) -> None:
@@ -25,6 +38,38 @@ def test_only_long_calibrations_have_a_line(llama: Path) -> None:
     line = duration_line(static, samples=int(second * 2400), seq_len=1)
     assert line is not None
     assert_contains(line, "about 40 minutes", "up to four times as long")
+
+
+def test_pictures_take_time(tmp_path: Path) -> None:
+    """The tower of LLaVA has 128 x 588 weights of patches, and a patch has 14 x 14 pixels."""
+    index = read_index(save_seeing("llava", tmp_path / "model"))
+    tower = [
+        tensor
+        for name, tensor in index.tensors.items()
+        if len(tensor.shape) == 2
+        and not name.startswith(("language_model.", "model.language_model."))
+    ]
+    weights = sum(tensor.shape[0] * tensor.shape[1] for tensor in tower)
+    assert weights > 0
+    patches = 16
+    assert tower_operations(index, patches * 3 * 14 * 14) == 2 * weights * patches
+    seeing = plan(index.root, scheme="FP8", has_text=True)
+    text, both = (
+        calibration_seconds(seeing, samples=8, seq_len=64, pictures=operations)
+        for operations in (0.0, 1e12)
+    )
+    assert both - text == pytest.approx(1e12 / (CPU_SPEED * len(os.sched_getaffinity(0))))
+
+
+def test_tower_is_noted_once(tmp_path: Path) -> None:
+    """The note is in the plan, and only if text rounds other layers."""
+    source = save_seeing("qwen2.5-vl", tmp_path / "model")
+    rounded, nearest = (
+        plan(source, scheme=scheme, has_text=True, include_vision=True)
+        for scheme in ("W4A16", "FP8_DYNAMIC")
+    )
+    assert [note.rule for note in rounded.notes].count(NEAREST_TOWER.id) == 1
+    assert NEAREST_TOWER.id not in [note.rule for note in nearest.notes]
 
 
 def test_minutes_in_words() -> None:

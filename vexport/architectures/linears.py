@@ -88,9 +88,12 @@ class Names:
         Such modules are the linear layers of towers and projectors. vLLM looks up their names in
         the quantization config.
         """
+        return self.is_beside(module) and self.architecture.kind(module) == "linear"
+
+    def is_beside(self, module: str) -> bool:
+        """Return True if a module is beside the language model: in a tower or a projector."""
         name = self.vllm_name(module)
-        is_beside = bool(self.architecture.language_model) and not self._in_language_model(name)
-        return is_beside and self.architecture.kind(module) == "linear"
+        return bool(self.architecture.language_model) and not self._in_language_model(name)
 
     def place_with_tower(self, module: str) -> Place:
         """Return the place of a linear layer in a plan that includes the tower of pictures."""

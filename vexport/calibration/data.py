@@ -135,6 +135,11 @@ class Samples:
             content += json.dumps([sample and sample.digest for sample in self.pictures])
         return digest_bytes(content.encode())
 
+    @property
+    def picture_values(self) -> int:
+        """Return the number of values of all pictures, as a tower reads them."""
+        return sum(sample.values for sample in self.pictures if sample is not None)
+
     def pictures_of(self, position: int) -> PictureSample | None:
         """Return the pictures of a sample, or None for a sample of text."""
         return self.pictures[position] if self.pictures else None

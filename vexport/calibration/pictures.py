@@ -173,14 +173,15 @@ class PictureSample:
     """A sample with pictures. The model's inputs are made again whenever they are needed.
 
     Inputs of many pictures would not fit in memory. `pictures` are the places of their bytes in the
-    processor's file. `tokens` is the number of tokens after cutting. `digest` is the SHA-256 of the
-    inputs.
+    processor's file. `tokens` is the number of tokens after cutting. `values` is the number of
+    values of all pictures, as the tower reads them. `digest` is the SHA-256 of the inputs.
     """
 
     text: str
     pictures: tuple[tuple[int, int], ...]
     adds_special_tokens: bool
     tokens: int
+    values: int
     digest: str
     processor: "PictureProcessor"
 
@@ -246,6 +247,7 @@ class PictureProcessor:
             pictures=tuple(map(self._store, pictures)),
             adds_special_tokens=not is_rendered,
             tokens=len(ids),
+            values=max(each.numel() for each in inputs.values()),
             digest=digest_inputs(inputs),
             processor=self,
         )

@@ -39,7 +39,7 @@ from vexport.plan.shapes import (
 )
 from vexport.records import AttentionLayer, Finding, KvCache, OnUnsupportedShape
 from vexport.rules import architecture
-from vexport.rules.quantize import ALREADY_QUANTIZED, NO_TOWER
+from vexport.rules.quantize import ALREADY_QUANTIZED, NEAREST_TOWER, NO_TOWER
 from vexport.words import first_and_more, plural
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def build_plan(
         output_bytes=output_bytes(index, groups, attention),
         parameters=index.num_parameters,
         refusals=tuple(refusals),
-        notes=(*notes, *fitted, *_unknown_expert_notes(unknown_experts)),
+        notes=(*notes, *fitted, *_unknown_expert_notes(unknown_experts), *_tower_notes(groups)),
         kv_cache=settings.kv_cache,
         attention=attention,
         smoothing=smoothing_strength(groups, settings.smoothing, has_text=settings.has_text),
@@ -284,6 +284,14 @@ def _without_unsupported(
 def _unknown_expert_notes(tensors: Sequence[str]) -> Iterator[Finding]:
     if tensors:
         yield Finding.at(architecture.UNKNOWN_EXPERTS, first_and_more(tensors))
+
+
+def _tower_notes(groups: Sequence[FusionGroup]) -> Iterator[Finding]:
+    """Yield a note if only layers outside of the tower are rounded with text."""
+    tower = [group for group in groups if group.in_tower]
+    if tower and any(group.rounding != "nearest" for group in groups):
+        count = sum(len(group.members) for group in tower)
+        yield Finding.at(NEAREST_TOWER, tower[0].name, count=count)
 
 
 def _require_unquantized(index: SourceIndex) -> None:

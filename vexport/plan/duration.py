@@ -2,7 +2,11 @@
 
 import math
 import os
+from collections.abc import Mapping
 
+from vexport.architectures import resolve
+from vexport.architectures.linears import names_of
+from vexport.checkpoint.index import SourceIndex
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.plan.rules import SMOOTHING_ROWS, TOKEN_WEIGHT_ROWS, rounds_with_text
 
@@ -15,33 +19,63 @@ ROUNDING_PER_WEIGHT = 14_000
 # Operations of one CPU in a second of calibration. SmolLM2-135M in W4A16_G64 with 16 samples of 256
 # tokens reached 31e9 with AVX-512 and 12e9 without it, on two CPUs.
 CPU_SPEED = 20e9
+# Channels of a picture.
+_CHANNELS = 3
 # Shorter calibrations get no line about their duration.
 LONG_SECONDS = 120.0
 
 
-def calibration_seconds(plan: Plan, *, samples: int, seq_len: int) -> float:
-    """Return the order of magnitude of the seconds of all calibration steps on this machine."""
+def calibration_seconds(plan: Plan, *, samples: int, seq_len: int, pictures: float = 0.0) -> float:
+    """Return the order of magnitude of the seconds of all calibration steps on this machine.
+
+    `pictures` is the result of `tower_operations`.
+    """
     speed = CPU_SPEED * len(os.sched_getaffinity(0))
-    return calibration_operations(plan, samples=samples, seq_len=seq_len) / speed
+    operations = calibration_operations(plan, samples=samples, seq_len=seq_len, pictures=pictures)
+    return operations / speed
 
 
-def calibration_operations(plan: Plan, *, samples: int, seq_len: int) -> float:
+def tower_operations(index: SourceIndex, values: int) -> float:
+    """Return the operations of a model's tower on pictures with this number of values.
+
+    They are 2 operations for each weight and patch, as for tokens of text.
+    """
+    config = index.config.get("vision_config")
+    vision = config if isinstance(config, Mapping) else {}
+    patch, frames = vision.get("patch_size"), vision.get("temporal_patch_size", 1)
+    side = patch[0] if isinstance(patch, list) and patch else patch
+    if not isinstance(side, int) or not isinstance(frames, int):
+        return 0.0
+    names = names_of(index, resolve(index.architecture, index.config)[0])
+    weights = sum(
+        math.prod(tensor.shape)
+        for tensor in index.tensors.values()
+        if len(tensor.shape) == 2 and names.is_beside(tensor.name.rpartition(".")[0])
+    )
+    return 2 * weights * values / (_CHANNELS * side**2 * frames)
+
+
+def calibration_operations(
+    plan: Plan, *, samples: int, seq_len: int, pictures: float = 0.0
+) -> float:
     """Return the number of operations of all calibration steps."""
     tokens = samples * seq_len
-    weights = sum(_weights(group) for group in plan.groups)
+    weights = sum(_weights(group) for group in plan.groups if not group.in_tower)
     rounded = [group for group in plan.groups if group.rounding != "nearest"]
     refitted = [group for group in rounded if group.rounding == "refit"]
-    gradients = 0
+    gradients = 0.0
     if plan.smoothing or refitted:
         # Embeddings and the output head. They count once, because most small models share them.
         head = max(plan.parameters - weights, 0)
         rows = min(samples, SMOOTHING_ROWS if plan.smoothing else TOKEN_WEIGHT_ROWS)
         # A forward pass, then a second forward pass and a backward pass. The head is not part of
         # the first forward pass. Each pass takes 2 operations for each weight and token.
-        gradients = rows * seq_len * (3 * 2 * weights + 2 * 2 * head)
+        gradients = rows * seq_len * (3 * 2 * weights + 2 * 2 * head) + pictures * rows / samples
+    # A refit uses the outputs of the tower for both models.
+    once = gradients + pictures
     forward = 2 * weights * tokens
     if not rounds_with_text(plan):
-        return gradients + forward
+        return once + forward
     streams = 2 if refitted else 1
     # The moments of the inputs are symmetric, so only half of them is computed. A refit also needs
     # the products between the inputs of the original and of the quantized model.
@@ -51,12 +85,12 @@ def calibration_operations(plan: Plan, *, samples: int, seq_len: int) -> float:
     rounding = sum(
         _weights(group) * (ROUNDING_PER_WEIGHT + 2 * streams * _columns(group)) for group in rounded
     )
-    return gradients + streams * forward + moments * tokens + rounding
+    return once + streams * forward + moments * tokens + rounding
 
 
-def duration_line(plan: Plan, *, samples: int, seq_len: int) -> str | None:
+def duration_line(plan: Plan, *, samples: int, seq_len: int, pictures: float = 0.0) -> str | None:
     """Return how long calibration takes on this machine's CPUs, or None if it is short."""
-    seconds = calibration_seconds(plan, samples=samples, seq_len=seq_len)
+    seconds = calibration_seconds(plan, samples=samples, seq_len=seq_len, pictures=pictures)
     if seconds < LONG_SECONDS:
         return None
     busy = "on a busy machine up to four times as long"

@@ -13,7 +13,7 @@ from vexport.formats.packing.base import Array
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.outputs.manifest import record as record_file
-from vexport.plan.duration import duration_line
+from vexport.plan.duration import duration_line, tower_operations
 from vexport.plan.rules import (
     SMOOTHING_ROWS,
     TOKEN_WEIGHT_ROWS,
@@ -30,6 +30,7 @@ from vexport.quantize.samples import (
 from vexport.quantize.warnings import little_text_of_plan
 from vexport.records import CalibrationRecord, OnProgress, Smoothing
 from vexport.records.calibration import RoundingReport
+from vexport.rules.quantize import NEAREST_TOWER
 from vexport.scenario import Calibration
 
 if TYPE_CHECKING:
@@ -72,7 +73,10 @@ class PlanCalibration:
         )
         require_pictures(plan, self.samples)
         short = little_text_of_plan(plan, self.samples.counted_tokens)
-        for note in (*self.samples.notes, short) if rank_and_size()[0] == 0 else ():
+        tower = [
+            f"{note.where}: {note.got}" for note in plan.notes if note.rule == NEAREST_TOWER.id
+        ]
+        for note in (*self.samples.notes, *tower, short) if rank_and_size()[0] == 0 else ():
             if note is not None:
                 LOG.warning("note: %s", note)
         if rounds_with_text(plan):
@@ -96,7 +100,8 @@ class PlanCalibration:
         if rank_and_size() == (0, 1) and self._device.startswith("cpu"):
             samples = len(self.samples.rows)
             mean_len = -(-self.samples.tokens // samples)
-            line = duration_line(self.plan, samples=samples, seq_len=mean_len)
+            pictures = tower_operations(self._index, self.samples.picture_values)
+            line = duration_line(self.plan, samples=samples, seq_len=mean_len, pictures=pictures)
             if line is not None:
                 LOG.info("note: %s", line)
 

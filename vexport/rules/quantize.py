@@ -19,6 +19,13 @@ NO_TOWER = Rule(
     got="no tower or projector for pictures that vLLM can load quantized",
     do="leave out --include-vision (in a scenario `include_vision:`)",
 )
+NEAREST_TOWER = Rule(
+    "quantize/nearest-tower",
+    "info",
+    got="{count:# layer} of the tower and its projector, rounded to nearest: text rounds only the "
+    "language model",
+    do="check the responses with `vexport eval --task sight`",
+)
 NO_PICTURES = Rule(
     "quantize/no-pictures",
     got="no calibration row has pictures, but {reason} needs the inputs of the tower",
