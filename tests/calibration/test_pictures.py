@@ -427,7 +427,7 @@ def test_placeholders_of_families(tag: str) -> None:
 def test_other_numbers_of_placeholders_and_pictures(raw: Mapping[str, object], reason: str) -> None:
     with pytest.raises(RowError) as raised:
         row_with_pictures(raw, parse_row(raw, None), None)
-    assert (raised.value.rule, raised.value.reason) == (rules.PICTURE, reason)
+    assert (raised.value.rule, raised.value.reason) == (rules.PLACEHOLDERS, reason)
 
 
 @pytest.mark.parametrize(

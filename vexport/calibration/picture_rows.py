@@ -209,7 +209,7 @@ def _mismatch(places: Sequence[_Place], kept: Sequence[Picture]) -> RowError:
         named = _by_number(kept, from_zero=0 in numbers)
         wrong = next(place.tag for place in places if place.number not in named)
         counts += f" (no picture for {wrong})"
-    return RowError(counts, rules.PICTURE)
+    return RowError(counts, rules.PLACEHOLDERS)
 
 
 def _marked(text: str, kept: Sequence[Picture]) -> tuple[str, list[Picture]]:

@@ -131,6 +131,12 @@ _PICTURES = (
     "GIF, BMP, TIFF)"
 )
 PICTURE = Rule("calibration/picture", got="{reason}", need=_PICTURES, do=_ROW)
+PLACEHOLDERS = Rule(
+    "calibration/placeholders",
+    got="{reason}",
+    need="a placeholder such as <image> for each picture of the row, or no placeholder",
+    do=_ROW,
+)
 REMOTE_PICTURE = Rule(
     "calibration/remote-picture",
     got="{reason}",
