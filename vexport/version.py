@@ -2,7 +2,7 @@
 
 import re
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 # Major and minor number of a vLLM: (0, 32).
 Version = tuple[int, int]
