@@ -40,18 +40,20 @@ def test_named_tests_exist() -> None:
         assert not name or f"\ndef {name}(" in text, f"{file}::{name}"
 
 
-def test_each_promise_names_a_test() -> None:
-    """A promise is a line of the tables, or a paragraph of the sections on running and writing."""
-    rows = [line for line in PAGE.splitlines() if line.startswith("| ")]
-    promised = [row for row in rows if not row.startswith("| what")]
-    sections = PAGE.split("\n## ")
+def test_each_promise_has_tests() -> None:
+    """A promise is a line of the tables of trust and limits, or a paragraph with a bold name."""
+    promises, table = PAGE.split("\n## Tests\n")
+    rows = [line for line in promises.splitlines() if line.startswith("| ")]
+    names = [row.split(" | ")[0][2:] for row in rows if " | yes | " not in row]
+    names = [name for name in names if not name.startswith("what")]
     for title in ("What is run", "What is written"):
-        (section,) = (each for each in sections if each.startswith(title))
-        promised += [
-            part for part in re.split(r"\n- |\n\n", section) if part.strip() and part != title
-        ]
-    without = [part for part in promised if "tests/" not in part and "| yes |" not in part]
-    assert without == []
+        (section,) = (each for each in PAGE.split("\n## ") if each.startswith(f"{title}\n"))
+        paragraphs = re.split(r"\n- |\n\n", section.removeprefix(title).strip("\n- "))
+        bold = [re.match(r"\*\*(.+)\.\*\* ", part) for part in paragraphs]
+        assert None not in bold, title
+    names += re.findall(r"(?m)^(?:- )?\*\*(.+?)\.\*\* ", promises)
+    tested = re.findall(r"(?m)^\| (.+?) \| .*`tests/.*\|$", table)
+    assert sorted(names) == sorted(tested)
 
 
 def test_limits_equal_code() -> None:
