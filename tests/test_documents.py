@@ -117,7 +117,10 @@ def test_ci_runs_the_test_command() -> None:
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert ci[-1].split()[0] == "./scripts/test"
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    assert [each["run"] for each in workflow["jobs"]["ci"]["steps"] if "run" in each] == [".ci/run"]
+    assert [each["run"] for each in workflow["jobs"]["ci"]["steps"] if "run" in each] == [
+        ".ci/run",
+        "scripts/build dist",
+    ]
 
 
 def test_picture_shows_the_numbers_of_its_caption() -> None:

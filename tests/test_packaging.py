@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name
 from tests.command import ALL_COMMANDS, ROOT
 from vexport.errors.extras import EXTRAS
 from vexport.scenario.shipped import demo_files
+from vexport.version import __version__
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DEMO, PLAIN, QUANTIZED = (
@@ -111,6 +112,23 @@ def test_wheel_commands_name_missing_extra(
     quantized: Calls = [("quantize", DEMO / "model", "out", *calibrated), QUANTIZE_CALLS[1]]
     of_vllm = {module for module, extra in EXTRAS.items() if extra == "vllm"}
     assert [code for code, _ in run(quantized, tmp_path, of_vllm)] == [0, 0]
+
+
+@pytest.mark.slow
+def test_wheel_works_in_empty_environment(tmp_path: Path) -> None:
+    """The script of a release builds both files, and demo, plan and check of the wheel succeed."""
+    script = ROOT / "scripts" / "build"
+    built = subprocess.run(
+        [script, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert built.returncode == 0, built.stdout
+    version = re.escape(__version__)
+    assert re.search(rf"(?m)^vexport, version {version}$", built.stdout)
+    assert re.search(r"(?m)^PASS .*llama-W4A16$", built.stdout)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        f"vexport-{__version__}-py3-none-any.whl",
+        f"vexport-{__version__}.tar.gz",
+    ]
 
 
 def declared(extra: str) -> Iterator[str]:
