@@ -93,21 +93,17 @@ def note(text: str) -> None:
 
 
 def command(
-    name: str | None = None, *, no_args_is_help: bool = False, unlisted: Sequence[str] = ()
+    name: str | None = None, *, no_args_is_help: bool = False
 ) -> Callable[[Callable[..., None]], click.Command]:
     """Return a decorator that makes a command with --quiet, --verbose and --debug.
 
-    The command has the name `name`, or its function's name by default. Help does not list the
-    options in `unlisted`, but the command accepts them.
+    The command has the name `name`, or its function's name by default.
     """
 
     def decorate(function: Callable[..., None]) -> click.Command:
         decorated = click.command(
             name, cls=SectionedCommand, epilog=EXIT_CODES, no_args_is_help=no_args_is_help
         )(function)
-        for parameter in decorated.params:
-            if isinstance(parameter, click.Option) and parameter.name in unlisted:
-                parameter.hidden = True
         decorated.params += [
             HeadedOption(
                 ["-q", "--quiet"],

@@ -150,7 +150,7 @@ _evaluate_options = stacked(
 )
 
 
-@command(unlisted=("canaries", "timeout"))
+@command()
 @click.argument("source", metavar="SOURCE|CHECKPOINT", type=parse_source)
 @click.argument("others", metavar="", nargs=-1)
 @option(

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from vexport.api import Engine
     from vexport.scenario import Serve
 
-# Key in a click context's `meta` for the values of hidden options. These options have the names of
-# vLLM's flags.
+# Key in a click context's `meta` for the values of the options with the names of vLLM's flags.
 ENGINE_FLAGS = "vexport.engine"
 VLLM_PYTHON = "VEXPORT_VLLM_PYTHON"
 
@@ -68,27 +67,27 @@ def _engine_args(
     parameter: click.Parameter,
     values: "tuple[dict[str, JsonValue], ...]",
 ) -> dict[str, "JsonValue"]:
-    """Merge the arguments of all --engine-arg options and of the hidden options.
+    """Merge the arguments of all --engine-arg options and of vLLM's flags.
 
     Raises BadParameter if an argument is given twice with different values.
     """
     return merged_arguments([context.meta.get(ENGINE_FLAGS, {}), *values])
 
 
-def _store_hidden_value(context: click.Context, parameter: click.Parameter, value: object) -> None:
-    """Store the value of a hidden option under its vLLM name, for `_engine_args` to merge."""
+def _store_flag(context: click.Context, parameter: click.Parameter, value: object) -> None:
+    """Store the value of a flag of vLLM under its name there, for `_engine_args` to merge."""
     if value is not None:
         context.meta.setdefault(ENGINE_FLAGS, {})[parameter.name] = value
 
 
-def _hidden_setting(key: str) -> Decorator:
-    """Return a hidden option for a key of `serve`. It is passed on as an engine argument."""
+def _flag_of(key: str) -> Decorator:
+    """Return an option for a key of `serve`. It is passed on as an engine argument."""
     record = SETTINGS["serve"][key]
-    return _hidden_argument(record.names[0], record.help, click_type(record))
+    return _flag(record.names[0], record.help, click_type(record), record.metavar)
 
 
-def _hidden_argument(name: str, text: str, kind: object) -> Decorator:
-    return option(name, text, kind, callback=_store_hidden_value, kept=False, hidden=True)
+def _flag(name: str, text: str, kind: object, metavar: str | None = None) -> Decorator:
+    return option(name, text, kind, metavar, heading="vLLM", callback=_store_flag, kept=False)
 
 
 attribution_options = stacked(
@@ -107,9 +106,9 @@ attribution_options = stacked(
     ),
 )
 engine_arg_option = stacked(
-    _hidden_setting("max_num_seqs"),
-    _hidden_setting("gpu_memory_utilization"),
-    _hidden_argument("--dtype", "Data type of unquantized tensors.", click.STRING),
+    _flag_of("max_num_seqs"),
+    _flag_of("gpu_memory_utilization"),
+    _flag("--dtype", "Data type of unquantized tensors.", click.STRING, "TYPE"),
     option(
         "--engine-arg engine_args",
         "Another argument of vLLM's engine, such as max_num_seqs=64, or several as a JSON object; "

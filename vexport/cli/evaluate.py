@@ -99,8 +99,7 @@ class ComparisonOptions:
         return replace(self, baseline=baseline, against=against)
 
 
-# Rarely needed: only the reference lists them.
-@command("eval", unlisted=("attribution_seconds", "canaries", "timeout"))
+@command("eval")
 @click.argument(
     "checkpoints", metavar="CHECKPOINT|URL...", nargs=-1, required=True, type=parse_model
 )

@@ -256,7 +256,6 @@ def option(
     multiple: bool = False,
     envvar: str | None = None,
     callback: Callback | None = None,
-    hidden: bool = False,
     kept: bool = True,
 ) -> Decorator:
     """Return a decorator that adds an option. `names` are separated by spaces.
@@ -278,7 +277,6 @@ def option(
         multiple=multiple,
         envvar=envvar,
         callback=callback,
-        hidden=hidden,
         expose_value=kept,
         is_eager=not kept,
         **defaults,

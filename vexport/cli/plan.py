@@ -47,17 +47,7 @@ OTHER_GROUP_SIZES = (
 TABLE_OPTIONS = ("revision", "group_size", "ignore", "kv_cache", "tp")
 
 
-@command(
-    unlisted=(
-        "smoothing",
-        "input_observer",
-        "seed",
-        "pack",
-        "calibrate_on",
-        "all_experts",
-        "device",
-    )
-)
+@command()
 @click.argument("source", metavar="SOURCE|SCENARIO", type=parse_source)
 @setting_options("plan", SYNTAXES)
 @setting_options("calibration")

@@ -77,7 +77,6 @@ def setting_option(section: str, key: str, syntax: Syntax = PLAIN) -> Decorator:
         help=f"{record.help.removesuffix('.')}; repeatable." if is_repeatable else record.help,
         type=syntax.whole or syntax.item or click_type(record),
         metavar=record.metavar,
-        hidden=record.hidden,
         multiple=is_repeatable,
         callback=syntax.combine,
         default=None,

@@ -33,8 +33,7 @@ class OptionRecord:
     `key` is the setting's name in a scenario and in Python. `names` are the names of the option.
     The last of them may have no dashes: it is then the parameter of the command's function, instead
     of the key. `default` is the default as help shows it, empty if there is nothing to show.
-    `metavar` is the value in help; None means click's default. A `hidden` option works, but help
-    does not list it.
+    `metavar` is the value in help; None means click's default.
 
     `choices` are the values of the type "choice". `low` and `high` are the bounds of a number. A
     number must not equal a bound that is open. A `repeatable` option may be given several times.
@@ -46,7 +45,6 @@ class OptionRecord:
     help: str
     default: str = ""
     metavar: str | None = None
-    hidden: bool = False
     type: ValueType
     choices: Sequence[str] = ()
     low: float | None = None

@@ -56,15 +56,13 @@ class Option(Key):
     name. `names` replaces it with other names, separated by spaces: `--tp --tensor-parallel-size
     tp`. A last name without dashes is the parameter of the command's function. Without such a name,
     the parameter has the key's name. `metavar` is the option's value in help. `default` is the
-    default in command line syntax, if Python's syntax differs. Help does not list a `hidden`
-    option.
+    default in command line syntax, if Python's syntax differs.
     """
 
     heading: Heading
     names: str = field(default="", kw_only=True)
     metavar: str | None = field(default=None, kw_only=True)
     default: str = field(default="", kw_only=True)
-    hidden: bool = field(default=False, kw_only=True)
 
 
 def declaration(info: FieldInfo) -> Key | None:
@@ -105,7 +103,6 @@ def _option(key: str, declared: Option, info: FieldInfo, schema: Schema) -> Opti
         help=_plain(declared.help),
         default=_plain(declared.unset or declared.default or _default_text(default_value(info))),
         metavar=declared.metavar,
-        hidden=declared.hidden,
         type=_type(item),
         choices=[str(choice) for choice in choices] if isinstance(choices, list) else [],
         low=_number(low if open_low is None else open_low),

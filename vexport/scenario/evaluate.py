@@ -192,7 +192,7 @@ class QuestionSettings(ScenarioSection):
     ] = None
     text_rows: Annotated[
         Positive,
-        Option("Number of rows of the text to read.", "Tasks", hidden=True),
+        Option("Number of rows of the text to read.", "Tasks"),
     ] = DEFAULT_TEXT_ROWS
     text_tokens: Annotated[
         int,
@@ -212,7 +212,6 @@ class QuestionSettings(ScenarioSection):
             "`eagle3=FOLDER`).",
             "Tasks",
             metavar="METHOD",
-            hidden=True,
         ),
     ] = None
     include_path: Annotated[
@@ -267,7 +266,6 @@ class ResponseSettings(ScenarioSection):
         Option(
             "Write examples as turns of a conversation.",
             "Prompts",
-            hidden=True,
             unset="turns, if a chat template is applied",
         ),
     ] = None
@@ -415,7 +413,6 @@ class ModelSettings(ScenarioSection):
             "Name of the baseline, if its server has several models.",
             "Servers",
             metavar="NAME",
-            hidden=True,
             unset="`model`",
         ),
     ] = None
@@ -431,7 +428,6 @@ class TransportSettings(ScenarioSection):
             "Number of requests that vLLM gets at once, or `auto` for all requests.",
             "Tasks",
             metavar="N|auto",
-            hidden=True,
         ),
     ] = "auto"
     concurrency: Annotated[
@@ -447,7 +443,6 @@ class TransportSettings(ScenarioSection):
             "Maximum number of seconds for a response of a server.",
             "Servers",
             metavar="S",
-            hidden=True,
         ),
     ] = REQUEST_SECONDS
     retry_seconds: Annotated[
@@ -457,7 +452,6 @@ class TransportSettings(ScenarioSection):
             "Number of seconds during which failed requests to a server are repeated.",
             "Servers",
             metavar="S",
-            hidden=True,
         ),
     ] = REQUEST_SECONDS
 

@@ -88,13 +88,12 @@ class EngineSettings(ScenarioSection):
             "Share of the GPU's memory that vLLM uses.",
             "vLLM",
             metavar="S",
-            hidden=True,
             unset="vLLM's default",
         ),
     ] = None
     max_num_seqs: Annotated[
         Positive | None,
-        Option("Maximum number of sequences at once.", "vLLM", hidden=True, unset="vLLM's default"),
+        Option("Maximum number of sequences at once.", "vLLM", unset="vLLM's default"),
     ] = None
     kv_cache_dtype: Annotated[
         str | None,
