@@ -285,13 +285,13 @@ def test_reason_lists_unsettled_tasks() -> None:
 @pytest.mark.parametrize(
     ("margin", "tasks", "words"),
     [
-        (0.01, [SMALL_LOSS], "1 point was accepted"),
-        (0.005, [task_with("addition", -0.001, -0.002, 0.0)], "0.5 points were accepted"),
-        (0.0, [task_with("addition", -0.03, -0.04, -0.021)], "no loss was accepted"),
+        (0.01, [SMALL_LOSS], "margin 1 point"),
+        (0.005, [task_with("addition", -0.001, -0.002, 0.0)], "margin 0.5 points"),
+        (0.0, [task_with("addition", -0.03, -0.04, -0.021)], "margin 0 points"),
         (0.0, [CLEAR_GAIN, CLEAR_GAIN], "both tasks lose nothing"),
     ],
 )
-def test_accepted_loss_in_words(margin: float, tasks: Sequence[TaskVerdict], words: str) -> None:
+def test_margin_in_words(margin: float, tasks: Sequence[TaskVerdict], words: str) -> None:
     tasks = [replace(task, margin=margin) for task in tasks]
     assert words in reason_for(overall_outcome(tasks), tasks).text
 

@@ -38,11 +38,10 @@ _ADDITION = {
 }
 _REASONS = {
     "PASS": "both tasks lose less than 2 points (worst: addition loses 0.47 points, at most 1.28)",
-    "FAIL": "addition loses 10.5 points (at least 8.53), 2 points were accepted; the other "
-    "task passes",
+    "FAIL": "addition loses 10.5 points (at least 8.53), margin 2 points; the other task passes",
     "INCONCLUSIVE": "addition is not settled after 640 documents: -1.41 points, between -2.52 "
     "and -0.47, "
-    "2 points were accepted; about 2,900 would settle it; the other task passes",
+    "margin 2 points; about 2,900 would settle it; the other task passes",
 }
 
 

@@ -105,7 +105,7 @@ class ComparisonOptions:
 )
 @option(
     "--baseline",
-    "Unquantized checkpoint to compare with.",
+    "Model to compare with: the unquantized or another checkpoint, results, or a server.",
     parse_model,
     "SOURCE|URL",
     heading="Comparison",
@@ -178,8 +178,7 @@ def evaluate(
       vexport eval OUT --task gsm8k --accept accepted.json
       vexport eval NEXT --against accepted.json
       vexport eval OUT --baseline MODEL --text held-out.jsonl
-      vexport eval http://new:8000/v1 --baseline http://old:8000/v1 --task gsm8k --tokenizer
-      Qwen/Qwen3-0.6B
+      vexport eval http://new:8000/v1 --baseline http://old:8000/v1 --task gsm8k
     """
     from vexport.engine.session import require_engine
     from vexport.outputs.replaceable import NamedPath

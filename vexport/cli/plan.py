@@ -73,7 +73,7 @@ TABLE_OPTIONS = ("revision", "group_size", "ignore", "kv_cache", "tp")
 )
 @option(
     "--all every",
-    "With --gpu or --sm: also list the schemes that this GPU or this model cannot use.",
+    "Show all schemes, or all kinds of layers of a plan.",
     heading="Output",
     flag=True,
 )
@@ -90,10 +90,10 @@ def plan(
 ) -> None:
     """Show how a model would be quantized: layers, groups, size and problems.
 
-    SOURCE is a folder or a hub id. Only headers are read. Without --scheme, the output compares all
-    schemes. The options of `quantize` change the plan. For example, --calibration changes how
-    weights of fewer than 8 bits are rounded. With --gpu or --sm, the output has known faults of the
-    supported version of vLLM.
+    SOURCE is a folder or a hub id. Only headers are read. Without --scheme, the output compares the
+    schemes to start with, or all schemes (--all). The options of `quantize` change the plan. For
+    example, --calibration changes how weights of fewer than 8 bits are rounded. With --gpu or --sm,
+    the output has known faults of the supported version of vLLM.
 
     \b
     Examples:
@@ -107,18 +107,18 @@ def plan(
 
     settings = given_settings("plan")
     gpu = _one_gpu(cards, sm)
-    if every and gpu is None:
-        raise InputError.of(rules.NEEDS_OPTION, "--all", other="--gpu or --sm")
     if is_scenario(str(source)) and not isinstance(source, Server):
         if gpu is not None:
             remedy = "set serve.compute in the scenario"
             raise InputError.of(rules.EXCLUDED, "--gpu and --sm", other="a scenario", remedy=remedy)
-        _plan_scenario(source.path, run_dir, output, trust_remote_code=trust_remote_code)
+        _plan_scenario(
+            source.path, run_dir, output, trust_remote_code=trust_remote_code, every=every
+        )
     elif run_dir:
         other = "a SCENARIO with `scheme: auto`"
         raise InputError.of(rules.NEEDS_OPTION, "--run-dir", other=other)
     elif "scheme" in settings or "recipe" in settings:
-        _plan_rules(source, output, gpu, trust_remote_code=trust_remote_code)
+        _plan_rules(source, output, gpu, trust_remote_code=trust_remote_code, every=every)
     elif extra := option_names("calibration"):
         other = "--scheme or --recipe"
         raise InputError.of(rules.NEEDS_OPTION, ", ".join(extra), other=other)
@@ -138,7 +138,7 @@ def _one_gpu(cards: "Sequence[Card] | None", sm: Sequence[int] | None) -> "Card 
 
 
 def _plan_scenario(
-    file: Path, run_dir: Path | None, output: OutputOptions, *, trust_remote_code: bool
+    file: Path, run_dir: Path | None, output: OutputOptions, *, trust_remote_code: bool, every: bool
 ) -> None:
     """Print the plan of a scenario, the documents that its evaluation needs, and the next command.
 
@@ -169,7 +169,7 @@ def _plan_scenario(
         words += ["--run-dir", str(run_dir)]
     if needs_trust:
         words.append("--trust-remote-code")
-    _print(str(file), plan, shlex.join(words), output, scenario)
+    _print(str(file), plan, shlex.join(words), output, scenario, every=every)
 
 
 def _note_missing_data(scenario: "Scenario") -> None:
@@ -190,7 +190,12 @@ def _note_missing_data(scenario: "Scenario") -> None:
 
 
 def _plan_rules(
-    source: SourceRef, output: OutputOptions, gpu: "Card | int | None", *, trust_remote_code: bool
+    source: SourceRef,
+    output: OutputOptions,
+    gpu: "Card | int | None",
+    *,
+    trust_remote_code: bool,
+    every: bool,
 ) -> None:
     from vexport.api import Calibration
     from vexport.api import plan as api_plan
@@ -226,7 +231,7 @@ def _plan_rules(
     out = "-".join((source.file_name, *(plan.schemes or ("KV",))))
     trust = ("--trust-remote-code",) if trust_remote_code else ()
     words = ("vexport", "quantize", str(source), out, *option_words("plan", "calibration"), *trust)
-    _print(str(source), plan, shlex.join(words), output, gpu=gpu, text=text)
+    _print(str(source), plan, shlex.join(words), output, gpu=gpu, text=text, every=every)
 
 
 def _note_little_text(plan: "Plan", text: "Calibration") -> None:
@@ -280,7 +285,7 @@ def _compare_schemes(
     settings = {key: value for key, value in given_settings("plan").items() if key in TABLE_OPTIONS}
     with progress_display(quiet=output.quiet) as on_progress:
         table = plan_schemes(source, **settings, gpu=_gpu_name(gpu), on_progress=on_progress)
-    print_text(render_table(table, output.format_, every=every))
+    print_text(render_table(table, output.format_, text_width(), every=every))
 
 
 def _gpu_name(gpu: "Card | int | None") -> str | None:
@@ -297,6 +302,8 @@ def _print(
     scenario: "Scenario | None" = None,
     gpu: "Card | int | None" = None,
     text: "Calibration | None" = None,
+    *,
+    every: bool,
 ) -> None:
     """Print a plan and the next command. Exit with code 2 if the plan has refusals."""
     from vexport.records.margin import margin_of_shares
@@ -319,11 +326,13 @@ def _print(
             plan,
             output.format_,
             next_command,
+            text_width(),
             evaluate,
             needed,
             sm=sm,
             calibration=text,
             duration=duration,
+            every=every,
         )
     )
     require_plan(source, plan)

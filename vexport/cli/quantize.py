@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from vexport.cli.base import command, note, print_text, progress_display
+from vexport.cli.base import command, note, print_text, progress_display, text_width
 from vexport.cli.options import (
     PATH,
     OutputOptions,
@@ -129,7 +129,7 @@ def quantize(
     if is_first:
         for warning in quantized.warnings:
             click.echo(f"warning: {warning}", err=True)
-        print_text(render_quantized(quantized, output.format_))
+        print_text(render_quantized(quantized, output.format_, text_width()))
 
 
 def _ignore_note(text: str) -> None:
@@ -178,7 +178,7 @@ def repair(
         report = api_repair(
             checkpoint, out, source=source, overwrite=overwrite, on_progress=on_progress
         )
-    print_text(render_repair(report, output.format_))
+    print_text(render_repair(report, output.format_, text_width()))
     if not report.ok:
         first, *others = report.refusals
         where = f"{report.checkpoint}: {first.where}"

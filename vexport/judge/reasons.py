@@ -42,7 +42,7 @@ def _pass_reason(tasks: Sequence[TaskVerdict], assumed: str) -> Reason:
             task=worst.task,
             change=change,
             bound=bound,
-            accepted=worst.scale.accepted,
+            limit=worst.scale.limit,
             more=assumed,
         )
     return Reason.of(
@@ -77,7 +77,7 @@ def _fail_reason(tasks: Sequence[TaskVerdict], assumed: str) -> Reason:
             task=worst.task,
             amount=amount,
             least=least,
-            accepted=scale.accepted,
+            limit=scale.limit,
             more=f"{_lost_text(worst)}{_other_tasks_text(tasks, 'FAIL')}{faults}{assumed}",
         )
     every = len(failed) == len(tasks)
@@ -160,7 +160,7 @@ def _open_reason(tasks: Sequence[TaskVerdict], assumed: str) -> Reason:
         change=f"{scale.signed(task.difference)} {scale.unit}",
         low=scale.signed(task.low),
         high=scale.signed(task.high),
-        accepted=scale.accepted,
+        limit=scale.limit,
         remedy=_remedy(task),
         more=f"{_other_tasks_text(tasks, 'INCONCLUSIVE')}{assumed}",
     )

@@ -1,9 +1,9 @@
 """How vLLM runs each scheme on a GPU, and which schemes to start with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from vexport.formats.gpus import Card
+from vexport.formats.gpus import CARDS, GENERATIONS, Card
 from vexport.formats.schemes import get_scheme
 from vexport.records import GpuOutlook, Recommendation, SchemeOnGpu, SchemeOutlook, SchemeTable
 
@@ -44,6 +44,19 @@ def table_for_gpu(table: SchemeTable, sm: int, card: Card | None = None) -> Sche
         recommended=tuple(_recommended(schemes)),
     )
     return replace(table, schemes=tuple(schemes), gpu=gpu)
+
+
+def recommended_generations(table: SchemeTable) -> Mapping[str, Sequence[str]]:
+    """Return the schemes recommended for any GPU of the table of GPUs, with these generations."""
+    found: dict[str, dict[str, None]] = {}
+    for sm in sorted({card.sm for card in CARDS.values()}):
+        gpu = table_for_gpu(table, sm).gpu
+        for each in gpu.recommended if gpu else ():
+            found.setdefault(each.scheme, {})[GENERATIONS[sm]] = None
+    bits = {outlook.scheme: outlook.bits for outlook in table.schemes}
+    return {
+        scheme: tuple(found[scheme]) for scheme in sorted(found, key=bits.__getitem__, reverse=True)
+    }
 
 
 def _on_gpu(name: str, sm: int) -> SchemeOnGpu:

@@ -94,13 +94,6 @@ class Scale:
             self.limit if self.relative_margin is None else str(Margin(self.relative_margin, True))
         )
 
-    @property
-    def accepted(self) -> str:
-        """Clause on the margin: `2 points were accepted`."""
-        if not self.margin:
-            return "no loss was accepted"
-        return f"{self.limit} {'were' if self.limit.endswith(' points') else 'was'} accepted"
-
     def _scaled(self, value: float) -> float:
         return 100 * value if self.measure == "share" else value
 

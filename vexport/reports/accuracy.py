@@ -27,10 +27,10 @@ from vexport.reports.document import (
 )
 from vexport.reports.findings import verdict_gates
 from vexport.reports.formatting import (
-    accepted_loss,
     attribution_line,
     count,
     direction_note,
+    margin_text,
     method_line,
     next_step_of_verdict,
     percent_interval,
@@ -257,14 +257,13 @@ def _reading_lines(verdict: Verdict) -> Iterator[str]:
     Holm's correction is described in judge/verdict.py, `holm_levels`.
     """
     level, tasks = _level(verdict.alpha), len(verdict.tasks)
-    loss = accepted_loss(verdict)
     yield (
-        f"Difference: {verdict.candidate} minus baseline on the same documents. A loss of {loss} "
-        "is accepted."
+        f"Difference: {verdict.candidate} minus baseline on the same documents. The margin is "
+        f"a loss of {margin_text(verdict)}."
     )
     yield (
         f"Interval of a difference: from a {level} lower to a {level} upper bound, each "
-        "one-sided. A task passes if the whole interval is above the accepted loss, fails if the "
+        "one-sided. A task passes if the whole interval is above minus the margin, fails if the "
         "whole interval is below it, and is inconclusive otherwise."
     )
     if tasks > 1:
@@ -312,9 +311,7 @@ def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
         return doc.Tile(first, *nothing), doc.Tile(second, *nothing)
     scale = worst.scale
     scores = f"{scale.value(worst.baseline.value)} to {scale.value(worst.candidate.value)}"
-    note = (
-        f"{worst.task}: {scores}, interval {worst.bounds}; a loss of {scale.bare_limit} is accepted"
-    )
+    note = f"{worst.task}: {scores}, interval {worst.bounds}; margin {scale.bare_limit}"
     lost = sum(task.changes.right_to_wrong for task in verdict.tasks)
     gained = sum(task.changes.wrong_to_right for task in verdict.tasks)
     asked = f"of {count(sum(task.documents * task.seeds for task in verdict.tasks))}"

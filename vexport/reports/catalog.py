@@ -1,6 +1,7 @@
 """Render the tables of `vexport list`, and find the sections of the reference for `explain`."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ from importlib.resources import files
 from vexport.errors import InputError
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.base import GpuSupport
+from vexport.formats.gpus import GENERATIONS, find_card
 from vexport.formats.schemes import all_schemes, get_scheme, is_scheme, scheme_hint, scheme_name
 from vexport.plan.rules import text_use
 from vexport.records.calibration import SUMMARIES
@@ -127,6 +129,10 @@ CATALOGS: Mapping[str, Callable[[], Rows]] = {
 }
 
 
+# Name of the section to which names of GPUs lead.
+GPU_SECTION = "GPUs"
+RULE_BOOK = "rulebook"
+MOST_NEAREST = 3
 _ALIASES = re.compile(r"<!-- explains: (.+?) -->\n*")
 _HEADING = re.compile(r"^(#+) (.+)$")
 _FENCE = "```"
@@ -183,10 +189,11 @@ def find_section(name: str) -> ReferenceSection:
     If no section has exactly this name, spaces and punctuation are ignored, too.
 
     For a scheme with arguments (W4A16_G64), return the section of its preset, or of another preset
-    in the same format.
+    in the same format. For a GPU or its generation, return the section on GPUs. Otherwise, return
+    the only section with these words in its heading.
 
     Raises:
-        InputError: If no section has this name.
+        InputError: If no section is found. The error names the nearest sections.
     """
     for exact in all_sections():
         if name.casefold() in map(str.casefold, exact.names):
@@ -197,12 +204,36 @@ def find_section(name: str) -> ReferenceSection:
         presets = (preset.name for preset in all_schemes() if preset.format is format_)
         listed = [preset for preset in presets if _fold(preset) in by_name]
         name = next((preset for preset in listed if name.upper().startswith(preset)), listed[0])
+    if _fold(name) not in by_name and (find_card(name) or name.title() in GENERATIONS.values()):
+        name = GPU_SECTION
     section = by_name.get(_fold(name))
     if section is None:
-        known_names = [known for section in all_sections() for known in section.names]
-        hint = scheme_hint(name, known_names)
+        nearest = _nearest_sections(name)
+        in_heading = [each for each, is_in_heading in nearest if is_in_heading]
+        if len(in_heading) == 1:
+            return in_heading[0]
+        titles = [f"`{each.names[0]}`" for each, _ in nearest[:MOST_NEAREST]]
+        known_names = [known for each in all_sections() for known in each.names]
+        hint = f" (nearest: {', '.join(titles)})" if titles else scheme_hint(name, known_names)
         raise InputError.of(usage.UNKNOWN_NAME, f"explain {name!r}", hint=hint)
     return section
+
+
+def _nearest_sections(name: str) -> list[tuple[ReferenceSection, bool]]:
+    """Return the sections that contain all words of a name, and whether the heading has them.
+
+    Sections with the words in their heading come first, then those that mention them most often for
+    their length. The rule book is left out: its sections are found by the IDs of rules.
+    """
+    words = [word.removesuffix("s") for word in re.findall(r"\w+", name.casefold())]
+    found = []
+    for section in all_sections():
+        body, title = section.text.casefold(), f"{section.page} {section.title}".casefold()
+        if section.page != RULE_BOOK and words and all(word in body for word in words):
+            often = sum(map(body.count, words)) / math.sqrt(len(body))
+            found.append((all(word in title for word in words), often, section))
+    found.sort(key=lambda each: each[:2], reverse=True)
+    return [(section, is_in_heading) for is_in_heading, _, section in found]
 
 
 def _fold(name: str) -> str:

@@ -153,7 +153,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """Chart of the tasks with the same scale, with lines at zero and at the accepted loss.
+    """Chart of the tasks with the same scale, with lines at zero and at the margin.
 
     The axis goes from `low` to `high`.
     Positions are in per cent of the width, so the SVG can stretch while its text keeps its size.

@@ -313,17 +313,15 @@ def shown_tasks(tasks: "Sequence[TaskVerdict]") -> "Sequence[TaskVerdict]":
     return [tasks[index] for index in sorted(worst)]
 
 
-def accepted_loss(verdict: "Verdict") -> str:
+def margin_text(verdict: "Verdict") -> str:
     """Return the margin with its unit, or all different margins of the tasks."""
     return " or ".join(dict.fromkeys(task.scale.limit for task in verdict.tasks))
 
 
 def method_line(verdict: "Verdict") -> str:
-    """Return the accepted loss and risk, the test, and the settings of the prompts."""
+    """Return the margin and the risk, the test, and the settings of the prompts."""
     asked = f"; {_prompting_line(verdict.prompting)}" if verdict.prompting else ""
-    return (
-        f"accepted loss {accepted_loss(verdict)}, alpha {verdict.alpha:g}; {verdict.method}{asked}"
-    )
+    return f"margin {margin_text(verdict)}, alpha {verdict.alpha:g}; {verdict.method}{asked}"
 
 
 def _prompting_line(prompting: "Prompting") -> str:

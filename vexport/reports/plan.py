@@ -10,13 +10,13 @@ from vexport.files import to_json
 from vexport.formats.gpus import generation
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.formats.schemes import Scheme, get_scheme
-from vexport.plan.recommend import schemes_on
+from vexport.plan.recommend import recommended_generations, schemes_on
 from vexport.plan.rules import calibration_need, text_use
 from vexport.records import Finding, GpuOutlook, SchemeOnGpu, SchemeOutlook, SchemeTable
 from vexport.records.margin import margin_of_shares
 from vexport.records.scale import percent
 from vexport.reports import document as doc
-from vexport.reports.document import facts, table
+from vexport.reports.document import facts, mono, table
 from vexport.reports.formatting import count, ratio, size
 from vexport.reports.renderers import text
 from vexport.scenario import Calibration, Evaluate
@@ -32,22 +32,25 @@ def render_plan(
     plan: Plan,
     format_: str,
     next_command: str,
+    width: int = text.WIDTH,
     evaluate: Evaluate | None = None,
     documents: int | None = None,
     *,
     sm: int | None = None,
     calibration: Calibration | None = None,
     duration: str | None = None,
+    every: bool = False,
 ) -> str:
     """Return the plan as text or JSON (plan.schema.json), with a final newline.
 
     The text includes the number of `documents` that a scenario's evaluation needs, and the next
     command. With `sm`, it also shows how GPUs of this compute capability run the schemes.
     `calibration` is the text that the user named. `duration` is a line with the time of the
-    calibration, if it is long.
+    calibration, if it is long. With `every`, no kind of layer is left out.
     """
     if format_ == "json":
         return to_json(plan)
+    most_kinds, most_kept = (math.inf, math.inf) if every else (MOST_KINDS, MOST_KEPT)
     attention = plural(len(plan.attention), "attention layer")
     share = ratio(plan.output_bytes, plan.source_bytes)
     bits = f"{8 * plan.output_bytes / max(plan.parameters, 1):.2f} bits over all weights"
@@ -55,9 +58,9 @@ def render_plan(
         *(
             line
             for scheme in plan.used_schemes
-            for line in _labelled(scheme.name, _scheme_lines(plan, scheme))
+            for line in _labelled(scheme.name, _scheme_lines(plan, scheme, most_kinds))
         ),
-        *_labelled("in 16 bit", _kept_lines(plan)),
+        *_labelled("in 16 bit", _kept_lines(plan, most_kept)),
         ("KV cache", f"{plan.kv_cache} in {attention}") if plan.kv_cache else None,
         ("runs", _runs_on(plan, sm)) if sm is not None else None,
         *(("fault", str(fault)) for fault in plan.faults),
@@ -65,16 +68,16 @@ def render_plan(
         ("calibration", _calibration_line(plan, calibration)),
         ("time", duration) if duration else None,
         ("smoothing", f"inputs, with strength {plan.smoothing:g}") if plan.smoothing else None,
-        *(("note", note) for note in _findings(plan.notes)),
-        *(("refused", refusal) for refusal in _findings(plan.refusals)),
+        *(("note", note) for note in _findings(plan.notes, most_kinds)),
+        *(("refused", refusal) for refusal in _findings(plan.refusals, most_kinds)),
         ("documents", _documents_line(evaluate, documents)) if evaluate and documents else None,
         ("suite", _suite_line(evaluate, evaluate.suite)) if evaluate and evaluate.suite else None,
-        ("next", next_command) if not plan.refusals else None,
+        ("next", mono(next_command)) if not plan.refusals else None,
     )
     title = doc.Paragraph(
         f"{plan.source}: {plan.architecture}, {count(plan.parameters)} parameters"
     )
-    return text.render([doc.Document(title=plan.source, parts=(title, rows), wide=True)])
+    return text.render([doc.Document(title=plan.source, parts=(title, rows))], width)
 
 
 def _calibration_line(plan: Plan, calibration: Calibration | None) -> str:
@@ -93,11 +96,13 @@ def _runs_on(plan: Plan, sm: int) -> str:
     return f"on {generation(sm)}: {', '.join(lines)}"
 
 
-def render_table(schemes: SchemeTable, format_: str, *, every: bool = True) -> str:
+def render_table(
+    schemes: SchemeTable, format_: str, width: int = text.WIDTH, *, every: bool = True
+) -> str:
     """Return the table of schemes as text or JSON, with a final newline.
 
-    The schema of the JSON is plan-schemes.schema.json. A table for a GPU has only the schemes that
-    fit and run there, unless `every` is True.
+    The schema of the JSON is plan-schemes.schema.json. Unless `every` is True, a table for a GPU
+    has only the schemes that fit and run there, and another table the schemes to start with.
     """
     if format_ == "json":
         return to_json(schemes)
@@ -110,11 +115,11 @@ def render_table(schemes: SchemeTable, format_: str, *, every: bool = True) -> s
         *(
             _schemes_on_gpu(schemes, schemes.gpu, every=every)
             if schemes.gpu
-            else _schemes_on_all_gpus(schemes)
+            else _schemes_on_all_gpus(schemes, every=every)
         ),
-        facts(*(("next", call) for call in _next_plans(schemes))),
+        facts(*(("next", mono(call)) for call in _next_plans(schemes))),
     )
-    return text.render([doc.Document(title=schemes.source, parts=content, wide=True)])
+    return text.render([doc.Document(title=schemes.source, parts=content)], width)
 
 
 def _next_plans(schemes: SchemeTable) -> Iterator[str]:
@@ -123,24 +128,37 @@ def _next_plans(schemes: SchemeTable) -> Iterator[str]:
         yield f"vexport plan {shlex.quote(schemes.source)} --scheme {name}"
 
 
-def _schemes_on_all_gpus(schemes: SchemeTable) -> Iterator[doc.Part]:
+def _schemes_on_all_gpus(schemes: SchemeTable, *, every: bool) -> Iterator[doc.Part]:
+    best = recommended_generations(schemes)
+    if best and not every:
+        by_name = {each.scheme: each for each in schemes.schemes}
+        brief = (
+            (*_outlook(by_name[name]), ", ".join(generations)) for name, generations in best.items()
+        )
+        yield table(("scheme", ">size", ">bits", "text", "best on"), brief)
+        yield facts(
+            _LEGEND["bits"],
+            _LEGEND["text"],
+            ("best on", "generations of GPUs on which to start with this scheme"),
+            _not_shown(len(schemes.schemes) - len(best), "schemes for other purposes"),
+            ("one GPU", mono(f"vexport plan {shlex.quote(schemes.source)} --gpu NAME")),
+        )
+        return
     rows = (
         (
-            scheme.scheme,
-            size(scheme.output_bytes),
-            f"{scheme.bits:.2f}",
-            _text_use(scheme),
+            *_outlook(scheme),
             scheme.generation,
             "no GPU" if scheme.full_sm is None else generation(scheme.full_sm),
             _fit(scheme, schemes),
         )
         for scheme in schemes.schemes
     )
-    yield table(("scheme", ">size", ">bits", "text", "loads from", "native from", "fits"), rows)
-    yield doc.Paragraph(
-        "bits: over all weights; text: calibration text; native from: the oldest GPU whose kernels "
-        "multiply inputs in the stored precision; if a scheme does not fit, the size is for "
-        "--on-unsupported-shape keep. Schemes for one GPU: --gpu NAME."
+    yield table(("scheme", ">size", ">bits", "text", "loads from", "native from", "shapes"), rows)
+    yield facts(
+        _LEGEND["bits"],
+        _LEGEND["text"],
+        ("native from", "the oldest GPU whose kernels multiply inputs in the stored precision"),
+        _LEGEND["shapes"],
     )
 
 
@@ -161,13 +179,10 @@ def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> It
         None if gpu.recommended else ("recommended", "no scheme fits and runs natively"),
     )
     shown = [each for each in schemes.schemes if every or (each.fits and each.runs_on_gpu)]
-    columns = ["scheme", ">size", ">bits", "text", "runs", "fits"]
+    columns = ["scheme", ">size", ">bits", "text", "runs", "shapes"]
     rows = [
         [
-            scheme.scheme,
-            size(scheme.output_bytes),
-            f"{scheme.bits:.2f}",
-            _text_use(scheme),
+            *_outlook(scheme),
             runs_text(scheme.on_gpu) if scheme.on_gpu else "",
             _fit(scheme, schemes),
         ]
@@ -181,19 +196,35 @@ def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> It
     if faults := [("fault", str(fault)) for scheme in shown for fault in scheme.faults]:
         yield facts(*faults)
     hidden = len(schemes.schemes) - len(shown)
-    hides = (
-        ("not shown", f"{plural(hidden, 'scheme')} that this GPU or model cannot use: add --all")
-        if hidden
-        else None
-    )
     yield facts(
-        ("bits", "per weight, over all weights"),
-        ("text", "calibration text, which makes rounding to few bits more accurate"),
+        _LEGEND["bits"],
+        _LEGEND["text"],
         ("native", "the GPU computes with the scheme's number of bits for inputs (W4A16: 16)"),
         ("inputs in N bits", "the GPU computes with N bits for inputs, instead of the scheme's"),
         ("memory", "share of one GPU's memory that the weights take, or how many GPUs they need"),
-        hides,
+        _LEGEND["shapes"],
+        _not_shown(hidden, "schemes that this GPU or model cannot use"),
     )
+
+
+_LEGEND = {
+    "bits": ("bits", "per weight, over all weights"),
+    "text": ("text", "calibration text, which makes rounding to few bits more accurate"),
+    "shapes": (
+        "shapes",
+        "whether vLLM runs all layers; if not, the size is for --on-unsupported-shape keep",
+    ),
+}
+
+
+def _not_shown(number: int, what: str) -> tuple[str, str] | None:
+    return ("not shown", f"{number} {what}: add --all") if number else None
+
+
+def _outlook(scheme: SchemeOutlook) -> tuple[str, str, str, str]:
+    """Return the first cells of a row: name, size, bits per weight, and use of text."""
+    bits = f"{scheme.bits:.2f}"
+    return scheme.scheme, size(scheme.output_bytes), bits, _text_use(scheme)
 
 
 def _text_use(scheme: SchemeOutlook) -> str:
@@ -261,14 +292,14 @@ def _labelled(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield from (("", f"  {line}") for line in lines[1:])
 
 
-def _scheme_lines(plan: Plan, scheme: Scheme) -> list[str]:
+def _scheme_lines(plan: Plan, scheme: Scheme, most: float) -> list[str]:
     groups = [group for group in plan.groups if group.scheme == scheme]
     layers = plural(sum(len(group.members) for group in groups), "linear layer")
     support = scheme.format.gpu_support(scheme.args)
     runs = f"{scheme.format.name}, loads from {generation(support.loads_from)} on"
     counts = Counter(map(_group_kind, groups))
     kinds = [f"{count(number)} x {kind}" for kind, number in counts.items()]
-    return [f"{layers} in {plural(len(groups), 'group')} ({runs})", *_shortened(kinds, MOST_KINDS)]
+    return [f"{layers} in {plural(len(groups), 'group')} ({runs})", *_shortened(kinds, most)]
 
 
 def _group_kind(group: FusionGroup) -> str:
@@ -276,11 +307,11 @@ def _group_kind(group: FusionGroup) -> str:
     return _kind(group.name) + (f" = {' + '.join(leaves)}" if len(leaves) > 1 else "")
 
 
-def _kept_lines(plan: Plan) -> list[str]:
+def _kept_lines(plan: Plan, most: float) -> list[str]:
     kinds = [*dict.fromkeys(map(_kind, plan.kept_linears))]
     layers = plural(len(plan.kept_linears), "linear layer")
     first = f"{layers}, embeddings, norms and other modules that are not linear"
-    return [first, *_shortened(kinds, MOST_KEPT)]
+    return [first, *_shortened(kinds, most)]
 
 
 def _kind(name: str) -> str:
@@ -288,7 +319,7 @@ def _kind(name: str) -> str:
     return NUMBER.sub("*", name)
 
 
-def _findings(findings: Sequence[Finding]) -> list[str]:
+def _findings(findings: Sequence[Finding], most: float) -> list[str]:
     """Return one line for each kind of layer and reason, with the number of findings."""
     alike: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
@@ -297,9 +328,11 @@ def _findings(findings: Sequence[Finding]) -> list[str]:
         f"{same[0]}{f' and {count(len(same) - 1)} more like it' if len(same) > 1 else ''}"
         for same in alike.values()
     ]
-    return _shortened(lines, MOST_KINDS)
+    return _shortened(lines, most)
 
 
-def _shortened(lines: list[str], most: int) -> list[str]:
-    left = len(lines) - most
-    return [*lines[:most], f"and {count(left)} more kinds"] if left > 0 else lines
+def _shortened(lines: list[str], most: float) -> list[str]:
+    if len(lines) <= most:
+        return lines
+    left = len(lines) - int(most)
+    return [*lines[: int(most)], f"and {count(left)} more kinds: add --all"]

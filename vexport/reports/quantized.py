@@ -6,7 +6,7 @@ from vexport.files import to_json
 from vexport.numerics.metrics import decibels
 from vexport.records import Finding, Quantized, Repair, RepairReport, WeightChange
 from vexport.reports import document as doc
-from vexport.reports.document import facts, parts, row
+from vexport.reports.document import facts, mono, parts, row
 from vexport.reports.formatting import count, coverage_lines, ratio, size
 from vexport.reports.layers import rounding_lines
 from vexport.reports.renderers import text
@@ -16,7 +16,7 @@ from vexport.words import plural
 MAX_SHOWN = 8
 
 
-def render_quantized(answer: Quantized, format_: str) -> str:
+def render_quantized(answer: Quantized, format_: str, width: int = text.WIDTH) -> str:
     """Return the result as text or JSON (quantize.schema.json), with a final newline."""
     if format_ == "json":
         return to_json(answer)
@@ -33,10 +33,10 @@ def render_quantized(answer: Quantized, format_: str) -> str:
         ("smoothed", _smoothing_text(answer)) if answer.smoothing else None,
         *(("experts", line) for line in coverage_lines(answer.experts)),
         *(("rounding", line) for line in rounding_lines(answer.rounding)),
-        *(("next", command) for command in answer.next_commands),
+        *(("next", mono(command)) for command in answer.next_commands),
     )
     title = doc.Paragraph(f"{answer.checkpoint}: {schemes}: {layers}, {share} of the weights")
-    return text.render([doc.Document(title=answer.checkpoint, parts=(title, rows), wide=True)])
+    return text.render([doc.Document(title=answer.checkpoint, parts=(title, rows))], width)
 
 
 def _smoothing_text(answer: Quantized) -> str:
@@ -46,7 +46,7 @@ def _smoothing_text(answer: Quantized) -> str:
     return f"{plural(answer.smoothed_tensors, 'tensor')}, with strength {answer.smoothing:g}"
 
 
-def render_repair(report: RepairReport, format_: str) -> str:
+def render_repair(report: RepairReport, format_: str, width: int = text.WIDTH) -> str:
     """Return the report as text or JSON, with a final newline."""
     if format_ == "json":
         return to_json(report)
@@ -59,7 +59,7 @@ def render_repair(report: RepairReport, format_: str) -> str:
         _findings("Cannot be repaired", report.refusals) if report.refusals else None,
         doc.Paragraph(_conclusion(report)),
     )
-    return text.render([doc.Document(title=report.checkpoint, parts=content, wide=True)])
+    return text.render([doc.Document(title=report.checkpoint, parts=content)], width)
 
 
 def _kind(family: str, cost: str, assumption: str | None, repairs: Sequence[Repair]) -> doc.Section:

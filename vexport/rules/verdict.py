@@ -16,7 +16,7 @@ _DO_LESS = (
 WITHIN_MARGIN = Rule(
     "verdict/within-margin",
     "info",
-    got="{task} {change} ({bound}), {accepted}{more}",
+    got="{task} {change} ({bound}), margin {limit}{more}",
 )
 ALL_WITHIN_MARGIN = Rule(
     "verdict/all-within-margin",
@@ -25,7 +25,7 @@ ALL_WITHIN_MARGIN = Rule(
 )
 LOSS = Rule(
     "verdict/loss",
-    got="{task} loses {amount} (at least {least}), {accepted}{more}",
+    got="{task} loses {amount} (at least {least}), margin {limit}{more}",
     do=_DO_LESS,
 )
 LOSSES = Rule(
@@ -36,7 +36,7 @@ LOSSES = Rule(
 NOT_SETTLED = Rule(
     "verdict/not-settled",
     got="{task} is not settled after {documents:# document}: {change}, between {low} and {high}, "
-    "{accepted}; {remedy}{more}",
+    "margin {limit}; {remedy}{more}",
     do=_DO_MORE,
 )
 SEVERAL_NOT_SETTLED = Rule(

@@ -123,7 +123,11 @@ def _default_text(default: JsonValue) -> str:
     if isinstance(default, bool):
         return "on" if default else ""
     values = default if isinstance(default, list) else [default]
-    return ",".join(str(value) for value in values if isinstance(value, str | int | float))
+    return ",".join(
+        f"{value:g}" if isinstance(value, float) else str(value)
+        for value in values
+        if isinstance(value, str | int | float)
+    )
 
 
 def _without_null(schema: Schema) -> Schema:

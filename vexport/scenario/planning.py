@@ -49,7 +49,8 @@ SmoothingSetting = Annotated[
         "Strength of smoothing, which scales large input channels down and their weights up.",
         "Scheme",
         metavar="S",
-        unset="0.5 for INT8 and 4-bit inputs with calibration text, else 0",
+        unset="0.5 with calibration text for INT8 inputs, and for 4-bit inputs of layers rounded "
+        "with text; else 0",
         more="See [smoothing](smoothing.md).",
     ),
 ]

@@ -125,7 +125,7 @@ def _part(part: doc.Part, width: int) -> Iterator[RenderableType]:
         case doc.Table():
             yield from _table(part.shown("text"), width)
         case doc.Facts() if part.rows:
-            yield _aligned([(label, cell.text) for label, cell in part.rows], width)
+            yield _facts(part, width)
         case doc.Paragraph():
             start = WARNING if part.style == "warning" else ""
             yield _wrapped(part.text, width, start)
@@ -237,6 +237,17 @@ def _aligned(
             for cell, column_width in zip(map(_printable, row[:-1]), widths, strict=True)
         ]
         lines.append(_wrapped(row[-1], width, " " * indent + "".join(cells)))
+    return Group(*lines)
+
+
+def _facts(part: doc.Facts, width: int) -> RenderableType:
+    """Return labels and values. Names and commands (`mono`) stay on one line: users copy them."""
+    gap = " " * _COLUMN_GAP
+    labels = max(cell_len(_printable(label)) for label, _ in part.rows)
+    lines = []
+    for label, cell in part.rows:
+        start = _printable(label) + " " * (labels - cell_len(_printable(label))) + gap
+        lines.append(_wrapped(cell.text, UNWRAPPED if cell.mono else width, start))
     return Group(*lines)
 
 
