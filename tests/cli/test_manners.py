@@ -87,22 +87,18 @@ def test_help_has_headings_and_examples(
     shown = re.findall(r"^ +(--[\w-]+)|^ +-\w, (--[\w-]+)", listed, flags=re.MULTILINE)
     names = [first or second for first, second in shown]
     assert len(names) == len(set(names))
-    visible = [
-        option
-        for option in command.params
-        if isinstance(option, click.Option) and not option.hidden
-    ]
-    assert all(option.help for option in visible)
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    assert all(option.help for option in options)
     assert all(
         {*option.opts, *option.secondary_opts} & {*re.findall(r"--[\w-]+", listed)}
-        for option in visible
+        for option in options
     )
     examples = re.findall(r"^    vexport (\w+) (.*)$", text, flags=re.MULTILINE)
     assert examples
-    options = {name for parameter in command.params for name in parameter.opts}
+    known = {name for parameter in command.params for name in parameter.opts}
     for name, rest in examples:
         assert name == command.name
-        assert {word for word in rest.split() if word.startswith("-")} <= options
+        assert {word for word in rest.split() if word.startswith("-")} <= known
 
 
 def test_finding_is_printed_once(broken: Path) -> None:

@@ -50,7 +50,7 @@ def test_plan_without_scheme_compares_all(narrow: Path) -> None:
 
 
 def test_scheme_table_with_ignored_layers(narrow: Path) -> None:
-    ran = vexport("plan", narrow, "--ignore", "down_proj")
+    ran = vexport("plan", narrow, "--ignore", "down_proj", "--all")
     assert ran.code == 0
     lines = {line.split()[0]: line for line in ran.stdout.splitlines()[2:] if line}
     assert "SM 89 (Ada)" in lines["FP8_DYNAMIC"]
