@@ -21,7 +21,9 @@ from tests.reports import sample
 from tests.texts import assert_contains
 from vexport.cli.entry import MAX_CHARACTERS, run_command
 from vexport.cli.options import HEADINGS
+from vexport.errors import InputError
 from vexport.files import to_json
+from vexport.formats.gpus import CARDS, GENERATIONS
 from vexport.reports.catalog import all_sections, checks, find_section, observers, schemes
 from vexport.rules import all_rules
 
@@ -35,7 +37,7 @@ def broken(good: Good, tmp_path: Path) -> Path:
 
 
 # Most lines of a command's help on a terminal of 100 columns. Other commands have 50.
-MOST_HELP_LINES = {"plan": 65, "check": 55, "quantize": 75, "load": 62, "eval": 106, "compare": 104}
+MOST_HELP_LINES = {"plan": 77, "check": 55, "quantize": 76, "load": 65, "eval": 126, "compare": 117}
 
 
 @pytest.mark.parametrize("arguments", [(), ("list",)])
@@ -233,6 +235,45 @@ def test_listed_names_are_explained() -> None:
         assert len(find_section(name).text.split()) > 5, name
     names = Counter(name.casefold() for section in all_sections() for name in section.names)
     assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("kernel", "load"),
+        ("memory", "time-and-memory"),
+        ("time", "time-and-memory"),
+        ("exclude", "layers"),
+        ("jsonl", "calibration-data"),
+        ("vision", "models"),
+        ("offline", "offline"),
+        ("resume", "evaluation"),
+        ("ampere", "schemes"),
+        ("NVIDIA H100 80GB HBM3", "schemes"),
+        ("github actions", "ci"),
+        ("llm-compressor", "migration"),
+        ("recipe", "migration"),
+        ("0.33", "vllm-versions"),
+        ("--calibrate-on", "calibration"),
+        ("docker", ""),
+    ],
+)
+def test_words_of_users_are_explained(word: str, page: str) -> None:
+    """An unknown word is an error with the three sections that mention it most."""
+    if page:
+        assert find_section(word).page == page
+        return
+    with pytest.raises(InputError) as unknown:
+        find_section(word)
+    hint = re.search(r"nearest: (.+?)\)", str(unknown.value))
+    assert hint is not None
+    for title in re.findall("`(.+?)`", hint[1]):
+        assert word in find_section(title).text
+
+
+def test_commands_and_gpus_are_explained() -> None:
+    for name in (*ALL_COMMANDS, *CARDS, *GENERATIONS.values()):
+        assert len(find_section(name).text.split()) > 5, name
 
 
 def test_explain_prints_section() -> None:
