@@ -56,6 +56,7 @@ OTHER_OPTIONS = {
     "--json",
     "--no-cache",
     "--out",
+    "--skip",
 }
 
 
