@@ -1,16 +1,17 @@
 """Simulate how often the bounds of a corpus metric's difference cover the true difference.
 
-    PYTHONPATH=. .venv/bin/python scripts/bootstrap_coverage.py [METRIC]... [--changed SHARE]
+    PYTHONPATH=. .venv/bin/python scripts/bootstrap_coverage.py [METRIC]... [--changed SHARE]...
 
 A pool of documents is answered by two simulated models. The difference of the metric over the whole
 pool is the true difference. Each repetition draws documents from the pool, and computes the bounds
-that a verdict uses. The script prints a row for each metric: the share of repetitions whose lower
-bound is below the true difference, and the share whose upper bound is above it. Both shares should
-be 95 of 100. They may be higher, because the wider of two intervals is used.
+that a verdict uses. The script prints a table with a row for each metric: the share of repetitions
+whose lower bound is below the true difference, and the share whose upper bound is above it. Both
+shares should be 95 of 100. They may be higher, because the wider of two intervals is used. The
+progress goes to stderr.
 """
 
 import argparse
-import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,8 +25,8 @@ from vexport.scores.aggregates import CorpusTable, tabulate
 from vexport.scores.metrics import AGGREGATIONS
 
 ALPHA = 0.05
-RESAMPLES = 1999
-"""Resamples of each repetition. A verdict has five times as many, and takes five times as long."""
+RESAMPLES = 999
+"""Resamples of each repetition. A verdict has ten times as many, and takes ten times as long."""
 POOL = 3000
 """Number of documents in the pool."""
 # Sizes of the vocabulary and of the documents, in words.
@@ -166,21 +167,28 @@ def coverage(table: CorpusTable, documents: int, times: int) -> tuple[float, flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("metrics", nargs="*", metavar="METRIC", help=", ".join(MAKERS))
-    parser.add_argument("--documents", type=int, default=200, help="documents of a sample")
-    parser.add_argument("--times", type=int, default=200, help="repetitions")
-    parser.add_argument("--changed", type=float, default=0.2, help="share of changed answers")
+    parser.add_argument("--documents", type=int, default=60, help="documents of a sample")
+    parser.add_argument("--times", type=int, default=2000, help="repetitions")
+    parser.add_argument(
+        "--changed", type=float, action="append", help="shares of changed answers [default: .2, 1]"
+    )
     given = parser.parse_args()
-    error = math.sqrt(ALPHA * (1 - ALPHA) / given.times)
-    print(f"{given.documents} documents, {given.times} times, {given.changed:.0%} changed answers")
-    print(f"expected: {1 - ALPHA:.1%}, standard error {error:.1%}")
+    shares = given.changed or [0.2, 1.0]
+    heads = [f"{share:.0%} change: {side} bound" for share in shares for side in ("lower", "upper")]
+    print(
+        f"| metric | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|", sep="\n", flush=True
+    )
     for metric in given.metrics or MAKERS:
-        start = time.monotonic()
-        left, right = MAKERS[metric](np.random.default_rng(0), given.changed)
-        table = tabulate(AGGREGATIONS[metric], metric, left, right)
-        truth, below, above = coverage(table, given.documents, given.times)
-        seconds = time.monotonic() - start
-        row = f"{metric:16} {truth:+9.5f}  low {below:6.1%}  high {above:6.1%}  {seconds:.0f} s"
-        print(row, flush=True)
+        cells = []
+        for share in shares:
+            start = time.monotonic()
+            left, right = MAKERS[metric](np.random.default_rng(0), share)
+            table = tabulate(AGGREGATIONS[metric], metric, left, right)
+            truth, *held = coverage(table, given.documents, given.times)
+            cells += [f"{each:.1%}" for each in held]
+            seconds = time.monotonic() - start
+            print(f"{metric} {share}: {truth:+.5f}, {held}, {seconds:.0f} s", file=sys.stderr)
+        print(f"| `{metric}` | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

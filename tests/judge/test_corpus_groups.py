@@ -143,7 +143,9 @@ def test_interval_has_the_standard_error_of_the_tasks(runs: Path, verdict: Verdi
         error = math.sqrt(float((shares**2 * variances).sum()))
         task = by_name(verdict)[name]
         width = task.high - task.low
-        assert width == pytest.approx(2 * stats.norm.isf(0.05) * error, rel=0.2)
+        # The bounds are wider if few documents have most of the influence.
+        narrow = 2 * stats.norm.isf(0.05) * error
+        assert 0.8 * narrow <= width <= 1.35 * narrow
 
 
 def _variance(pair: TaskPair) -> float:

@@ -156,15 +156,28 @@ def test_function_in_python_is_not_lm_evals(runs: Path, tmp_path: Path) -> None:
     assert "mcc" in metrics
 
 
-def test_bounds_are_bca() -> None:
-    """Bounds of a mean agree with scipy's bootstrap, up to the error of the resampling."""
+def test_bounds_are_the_wider_of_bca_and_student() -> None:
+    """Both agree with scipy, up to the error of the resampling."""
     values = np.random.default_rng(3).gamma(1.0, 1.0, 300)
     table = log_likelihood_table(np.zeros(300), values, higher_is_better=True, is_perplexity=False)
     ours = compare_corpora(table).difference_interval(0.05)
-    theirs = bca_interval(values, 0.05)
-    error = float(values.std()) / 300**0.5
-    assert ours.low == pytest.approx(theirs.low, abs=0.06 * error)
-    assert ours.high == pytest.approx(theirs.high, abs=0.06 * error)
+    bca = bca_interval(values, 0.05)
+    error = float(stats.sem(values))
+    effective = 300 / stats.kurtosis(values, fisher=False)
+    student = stats.t.isf(0.05, effective)
+    skewed = student + stats.skew(values) / (6 * 300**0.5) * (1 + 2 * student**2)
+    low = min(bca.low, values.mean() - student * error)
+    high = max(bca.high, values.mean() + skewed * error)
+    assert ours.low == pytest.approx(low, abs=0.06 * error)
+    assert ours.high == pytest.approx(high, abs=0.06 * error)
+
+
+def test_labels_have_no_uneven_influence() -> None:
+    """A label is only correct or wrong: Student's bounds have the number of documents."""
+    pairs = [[number % 2, number % 2] for number in range(40)]
+    changed = [[number % 2, int(number % 7 == 0)] for number in range(40)]
+    assert not tabulate("f1", "f1", pairs, changed).is_uneven
+    assert tabulate("bleu", "bleu", [["a b", "a b"]] * 9, [["a b", "a c"]] * 9).is_uneven
 
 
 def test_few_documents_are_not_enough() -> None:
@@ -175,7 +188,7 @@ def test_few_documents_are_not_enough() -> None:
     student = stats.t.isf(0.05, 2)
     assert interval.high - interval.low >= 0
     assert student > 2.9
-    bounds = bootstrap_bounds(0.0, np.zeros(10), np.array([-1.0, 0.0, 1.0]), 0.05)
+    bounds = bootstrap_bounds(0.0, np.zeros(10), np.array([-1.0, 0.0, 1.0]), 0.05, is_uneven=False)
     assert bounds.high == pytest.approx(student * (2 / 3 * 2) ** 0.5)
 
 

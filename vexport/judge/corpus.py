@@ -3,7 +3,8 @@
 Each resample draws documents with replacement, the same documents for both models. Both models'
 metrics are computed from the sums over the drawn documents. Bounds come from the BCa bootstrap
 (Efron, JASA 82, 1987), or from Student's distribution with the jackknife's standard error if
-Student's bounds are wider. A bootstrap of few documents alone would be too narrow.
+Student's bounds are wider. A bootstrap of few documents alone would be too narrow. Student's
+bounds take into account that few documents may have most of the influence.
 """
 
 import math
@@ -19,7 +20,7 @@ from vexport.judge.resampling import (
     drawn_documents,
     grouped_sums,
 )
-from vexport.judge.statistics import Clusters, Interval, student_quantile, tango_interval
+from vexport.judge.statistics import Clusters, Interval, student_reach, tango_interval
 from vexport.scores.aggregates import CorpusTable, Measure, NotReadable, Scores
 
 LEAST_DOCUMENTS = 8
@@ -60,7 +61,9 @@ class CorpusComparison:
         difference = sign * (self.values[1] - self.values[0])
         resampled = sign * (self.resampled[1] - self.resampled[0])
         jackknife = sign * (self.jackknife[1] - self.jackknife[0])
-        low, high = bootstrap_bounds(difference, resampled, jackknife, alpha)
+        low, high = bootstrap_bounds(
+            difference, resampled, jackknife, alpha, is_uneven=self.table.is_uneven
+        )
         # Even if no response in the sample changed, responses to other documents may change (see
         # `bootstrap_interval`).
         quiet = tango_interval(0, 0, len(jackknife), alpha)
@@ -71,7 +74,11 @@ class CorpusComparison:
     def shown_interval(self, side: int, alpha: float) -> Interval:
         """Return bounds of one model's aggregate. `side` is 0 for the baseline."""
         ends = bootstrap_bounds(
-            self.values[side], self.resampled[side], self.jackknife[side], alpha
+            self.values[side],
+            self.resampled[side],
+            self.jackknife[side],
+            alpha,
+            is_uneven=self.table.is_uneven,
         )
         low, high = sorted(self.table.to_aggregate(end) for end in ends)
         return Interval(low, high)
@@ -186,15 +193,19 @@ def _resample(
     return np.stack([measure(sums[:, :width]), measure(sums[:, width:])])
 
 
-def bootstrap_bounds(value: float, resampled: Scores, jackknife: Scores, alpha: float) -> Interval:
+def bootstrap_bounds(
+    value: float, resampled: Scores, jackknife: Scores, alpha: float, *, is_uneven: bool
+) -> Interval:
     """Return one-sided 1 - alpha bounds of a value: the wider of BCa's and Student's.
 
     `resampled` has the values of resampled corpora. `jackknife` has the values after each document
-    is left out.
+    is left out. `is_uneven` is explained in `student_reach`.
     """
     low, high = _bca(value, resampled, jackknife, alpha)
-    reach = _standard_error(jackknife) * student_quantile(alpha, max(1, len(jackknife) - 1))
-    return Interval(min(low, value - reach), max(high, value + reach))
+    error = _standard_error(jackknife)
+    influence = jackknife.mean() - jackknife
+    below, above = student_reach(influence, alpha, is_uneven=is_uneven)
+    return Interval(min(low, value - below * error), max(high, value + above * error))
 
 
 def _standard_error(jackknife: Scores) -> float:

@@ -51,7 +51,8 @@ def _mean_interval(pair: TaskPair, values: Scores, alpha: float) -> Interval:
     bounds = bootstrap_interval(values, alpha, span=pair.range_width, clusters=pair.clusters)
     if not pair.is_joined_corpus:
         return bounds
-    student = student_interval(values, alpha, pair.clusters)
+    is_uneven = any(part.corpus and part.corpus.table.is_uneven for part in pair.parts)
+    student = student_interval(values, alpha, pair.clusters, is_uneven=is_uneven)
     return Interval(min(bounds.low, student.low), max(bounds.high, student.high))
 
 

@@ -163,20 +163,48 @@ def bootstrap_interval(
     return Interval(min(low, least.low), max(high, least.high))
 
 
-def student_interval(values: Scores, alpha: float, clusters: Clusters | None = None) -> Interval:
+def student_interval(
+    values: Scores, alpha: float, clusters: Clusters | None = None, *, is_uneven: bool
+) -> Interval:
     """Return Student's bounds of the mean of `values`, shape (documents,).
 
-    With clusters, the mean is treated as the ratio of the clusters' sums and sizes.
+    With clusters, the mean is treated as the ratio of the clusters' sums and sizes. `is_uneven` is
+    explained in `student_reach`.
     """
     mean = float(values.mean())
     numbers = np.arange(len(values)) if clusters is None else clusters
-    residuals = np.bincount(numbers, weights=values - mean)
-    many = len(residuals)
-    if many < 2:
+    residuals = np.bincount(numbers, weights=values - mean).astype(np.float64)
+    if len(residuals) < 2:
         return Interval(-math.inf, math.inf)
+    many = len(residuals)
     error = math.sqrt(many / (many - 1) * float((residuals**2).sum())) / len(values)
-    reach = student_quantile(alpha, many - 1) * error
-    return Interval(mean - reach, mean + reach)
+    below, above = student_reach(residuals, alpha, is_uneven=is_uneven)
+    return Interval(mean - below * error, mean + above * error)
+
+
+def student_reach(influence: Scores, alpha: float, *, is_uneven: bool) -> tuple[float, float]:
+    """Return how many standard errors Student's bounds are below and above a value.
+
+    `influence` has the influence of each document on the value, up to a common factor, shape
+    (documents,). If `is_uneven`, few documents may have most of the influence. The standard error
+    of a sample without them is too small. Two corrections then move the bounds outwards:
+
+    - The degrees of freedom are the effective number of documents, (sum of squares)^2 / (sum of
+      fourth powers). It is Satterthwaite's number for terms with one degree of freedom each
+      (Biometrics Bulletin 2, 1946).
+    - The bound on the side of the longer tail moves by skewness / (6 sqrt(documents)) (1 + 2 t^2),
+      the correction of Johnson (JASA 73, 1978).
+    """
+    many = len(influence)
+    squares = influence**2
+    if not is_uneven or not squares.any():
+        quantile = student_quantile(alpha, max(1, many - 1))
+        return quantile, quantile
+    effective = float(squares.sum()) ** 2 / float((squares**2).sum())
+    quantile = student_quantile(alpha, max(1.0, min(effective, many - 1)))
+    skewness = float((influence**3).mean()) / float(squares.mean()) ** 1.5
+    shift = skewness / (6 * math.sqrt(many)) * (1 + 2 * quantile**2)
+    return quantile + max(0.0, -shift), quantile + max(0.0, shift)
 
 
 def mean_statistic(values: Scores, against: float, span: float) -> float:

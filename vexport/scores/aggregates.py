@@ -77,6 +77,15 @@ class CorpusTable:
     is_text: bool = False
     scored: Callable[[Scores], Scores] = field(default=lambda rows: np.ones(len(rows)))
 
+    @property
+    def is_uneven(self) -> bool:
+        """True if few documents may have most of the influence on the metric.
+
+        A document may be much longer than others, or its probability or its text may change much
+        more. A label is only correct or wrong.
+        """
+        return self.flipped is None
+
 
 def tabulate(
     aggregation: str, metric: str, baseline: Sequence[Json], candidate: Sequence[Json]
