@@ -133,7 +133,9 @@ CATALOGS: Mapping[str, Callable[[], Rows]] = {
 GPU_SECTION = "GPUs"
 RULE_BOOK = "rulebook"
 MOST_NEAREST = 3
-_ALIASES = re.compile(r"<!-- explains: (.+?) -->\n*")
+_ALIASES = re.compile(r"<!-- explains: (.+?) -->")
+# Comments are for `explain` and for scripts, and are not shown.
+_COMMENT = re.compile(r"<!--.*?-->\n*", re.DOTALL)
 _HEADING = re.compile(r"^(#+) (.+)$")
 _FENCE = "```"
 
@@ -254,7 +256,7 @@ def _sections(page: str, text: str) -> Iterator[ReferenceSection]:
         own_end = next((line for line, *_ in headings[number + 1 :]), len(lines))
         aliases = _ALIASES.findall("\n".join(lines[start:own_end]))
         first = [page] if depth == 1 else [title] if " and " in title else title.split(", ")
-        body = _ALIASES.sub("", "\n".join(lines[start:end])).strip()
+        body = _COMMENT.sub("", "\n".join(lines[start:end])).strip()
         names = (*first, *(alias for listed in aliases for alias in listed.split(", ")))
         yield ReferenceSection(page=page, title=title, depth=depth, names=names, text=body)
 
