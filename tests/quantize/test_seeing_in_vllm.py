@@ -38,6 +38,8 @@ FAMILIES = [
 ]
 # Sizes that processors do not change, because Pillow and torchvision scale differently.
 SIZES: Mapping[str, tuple[int, int]] = {"qwen2.5-vl": (84, 56), "qwen3-vl": (64, 128)}
+# vLLM's CPU attention is causal inside pictures, as transformers' is without these inputs.
+LEFT_OUT: Mapping[str, str] = {"gemma3": "token_type_ids"}
 URLS = [address(picture(90, 70, seed)) for seed in range(4)]
 ROWS = [question(URLS[0]), question(URLS[1], URLS[2], text="which of the two?"), question(URLS[3])]
 
@@ -62,7 +64,8 @@ def prompts_of(family: str, folder: Path) -> tuple[PicturePrompt, ...]:
 class Reference:
     """The checkpoint in transformers, with dequantized weights and the stored inputs' rounding."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, left_out: str) -> None:
+        self._left_out = left_out
         self._model = load_dequantized(checkpoint)
         self._processor = PictureProcessor(checkpoint, trust_remote_code=False)
 
@@ -72,6 +75,7 @@ class Reference:
         given = {
             name: value.to(torch.bfloat16) if value.is_floating_point() else value
             for name, value in inputs.items()
+            if name != self._left_out
         }
         with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             logits: torch.Tensor = self._model(**given).logits[0, :-1]
@@ -105,7 +109,7 @@ def test_quantized_model_sees_in_vllm_as_in_transformers(
         vllm_python=python,
     )
     ids = worker.run(silent).ids
-    reference, served = Reference(out), load_file(file)
+    reference, served = Reference(out, LEFT_OUT.get(family, "")), load_file(file)
     for number, prompt in enumerate(prompts):
         images = [PIL.Image.open(each).convert("RGB") for each in prompt.pictures]
         tokens, expected = reference.run(prompt.text, images)
@@ -115,6 +119,14 @@ def test_quantized_model_sees_in_vllm_as_in_transformers(
         change = kl_divergence(expected, reference.run(prompt.text, others)[1]).mean()
         print(f"{family} {scheme} KL {distance:.2e}, other picture {change:.2e}")
         assert distance < 1e-4 if scheme == "W4A16" else distance < change / 4
+
+
+@needs_torchvision
+def test_causal_attention_inside_pictures_is_named(tmp_path: Path) -> None:
+    model = save_seeing("gemma3", tmp_path / "model")
+    ran = vexport("load", model, "--vllm-python", PYTHON, "--no-canaries", "--quiet")
+    assert ran.code == 0, ran.stderr
+    assert "both directions inside a picture" in " ".join(ran.stdout.split())
 
 
 @pytest.mark.skipif(is_installed("torchvision"), reason="torchvision is installed")

@@ -31,6 +31,7 @@ _SKIPPED_ROUNDINGS = {
     "(mxfp8/emulation.py)",
 }
 _UNTESTED_ON_CPU = "the rounding order and the shape limits of GPU kernels"
+_CAUSAL = "attention in both directions inside a picture, which the CPU build computes as for text"
 NONE = "none"
 # Layer number that separates the decoder's name from the module's name within the layer.
 _LAYER = re.compile(r"\.\d+\.")
@@ -100,6 +101,8 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
     rows = [row for rank in llm.collective_rpc("vexport_kernels") for row in rank]
     on_cpu = current_platform.is_cpu()
     spots = dict.fromkeys(row[3] for row in rows if row[3])
+    if on_cpu and _is_causal_in_pictures(llm):
+        spots[_CAUSAL] = None
     # `mlp.down_proj: Kernel (Scheme)`, once for each kind of layer and kernel, in the model's
     # order.
     kernels = dict.fromkeys(
@@ -127,6 +130,17 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
         blind_spots=(_UNTESTED_ON_CPU + untested_ranks, *spots) if on_cpu else (),
         start_seconds=start_seconds,
     )
+
+
+def _is_causal_in_pictures(llm: "LLM") -> bool:
+    """Return True for a model such as Gemma 3 if the CPU's attention is causal inside pictures.
+
+    On other platforms, vLLM refuses such an attention. On a CPU there is no choice of attentions.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    needs_both = getattr(llm.llm_engine.model_config, "is_mm_prefix_lm", False)
+    return bool(needs_both) and not CPUAttentionBackend.supports_mm_prefix()
 
 
 def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
