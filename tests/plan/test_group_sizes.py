@@ -51,7 +51,7 @@ def test_group_size_fits_each_rank(tmp_path: Path) -> None:
     """192 columns of down_proj are 96 on each of two ranks, which is 3 x 32."""
     source = save_llama(tmp_path / "model", intermediate_size=192)
     ran = vexport("plan", source, "--scheme", "W4A16", "--tp", "1,2")
-    assert "use --group-size 32;" in ran.stdout
+    assert_contains(ran.stdout, "--group-size 32")
     taken = vexport("plan", source, "--scheme", "W4A16", "--tp", "1,2", *SMALLER)
     assert taken.code == 0
     assert_contains(taken.stdout, "groups of 32", "W4A16_G32")

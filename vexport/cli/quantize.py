@@ -178,7 +178,7 @@ def repair(
         report = api_repair(
             checkpoint, out, source=source, overwrite=overwrite, on_progress=on_progress
         )
-    print_text(render_repair(report, output.format_, text_width()))
+    print_text(render_repair(report, output.format_))
     if not report.ok:
         first, *others = report.refusals
         where = f"{report.checkpoint}: {first.where}"

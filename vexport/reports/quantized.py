@@ -46,7 +46,7 @@ def _smoothing_text(answer: Quantized) -> str:
     return f"{plural(answer.smoothed_tensors, 'tensor')}, with strength {answer.smoothing:g}"
 
 
-def render_repair(report: RepairReport, format_: str, width: int = text.WIDTH) -> str:
+def render_repair(report: RepairReport, format_: str) -> str:
     """Return the report as text or JSON, with a final newline."""
     if format_ == "json":
         return to_json(report)
@@ -59,7 +59,7 @@ def render_repair(report: RepairReport, format_: str, width: int = text.WIDTH) -
         _findings("Cannot be repaired", report.refusals) if report.refusals else None,
         doc.Paragraph(_conclusion(report)),
     )
-    return text.render([doc.Document(title=report.checkpoint, parts=content)], width)
+    return text.render([doc.Document(title=report.checkpoint, parts=content, wide=True)])
 
 
 def _kind(family: str, cost: str, assumption: str | None, repairs: Sequence[Repair]) -> doc.Section:
