@@ -123,6 +123,7 @@ def test_functions_have_arguments_of_commands() -> None:
     """
     printed = {"format_", "output_file", "quiet", "verbose", "debug", "every", "strict"}
     printed |= {"history"}  # chooses the table of `report`
+    printed |= {"others"}  # of `compare`: only for an error with the right command
     renamed = {
         "cards": "gpu",
         "output_dir": "folder",
