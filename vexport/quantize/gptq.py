@@ -13,6 +13,8 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from shutil import which
 
 import numpy as np
 import numpy.typing as npt
@@ -288,6 +290,26 @@ def round_blocks(values: torch.Tensor, factor: Factor, grid: Grid) -> None:
         values[:, first + BLOCK_COLUMNS :].addmm_(
             errors, upper[:, first + BLOCK_COLUMNS :], alpha=-1
         )
+
+
+def has_triton() -> bool:
+    """Return True if triton is installed, and a C compiler with which it builds its launcher."""
+    has_compiler = "CC" in os.environ or any(map(which, ("clang", "gcc", "cc")))
+    return has_compiler and find_spec("triton") is not None
+
+
+def round_on_device(values: torch.Tensor, factor: Factor, grid: Grid) -> None:
+    """Round the ordered columns in place with a Triton kernel, or else like `round_blocks`.
+
+    The kernel needs triton and a C compiler. It has never run on a GPU, so `round_columns` does not
+    use it.
+    """
+    if not has_triton():
+        round_blocks(values, factor, grid)
+        return
+    from vexport.quantize.tile_kernel import round_tiles  # triton may be missing
+
+    round_tiles(values, factor, grid)
 
 
 def round_compiled(weight: torch.Tensor, factor: Factor, grid: Grid) -> None:
