@@ -1,5 +1,6 @@
 """The walk through layers: calls of watchers, and the groups of each layer."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from transformers import AutoModelForCausalLM
 from tests.calibration.models import configs, plan_for, samples, save
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import read_index
+from vexport.checkpoint.reader import Reader
+from vexport.records import TensorInfo
 
 TEXT = samples((5, 7))
 LAYERS = 3
@@ -64,6 +67,55 @@ def test_watchers_see_all_rows_and_layers(llama: Path) -> None:
     with torch.no_grad():
         for ids, logits in zip(TEXT.token_ids, watcher.states[-2:], strict=True):
             assert torch.equal(model(input_ids=torch.tensor([ids])).logits, logits)
+
+
+class PrefetchRecorder:
+    """Watcher that records, for each layer, the layers with weights and the tensors read ahead."""
+
+    def __init__(self, walk: LayerWalk, ahead: list[str]) -> None:
+        self.loaded: list[list[int]] = []
+        self.ahead: list[set[str]] = []
+        self._walk = walk
+        self._ahead = ahead
+
+    def enter(self, layer: Layer) -> None:
+        self.loaded.append(
+            [
+                number
+                for number, module in enumerate(self._walk.layers)
+                if not any(parameter.is_meta for parameter in module.parameters())
+            ]
+        )
+        self.ahead.append(set(self._ahead))
+        self._ahead.clear()
+
+    def row(self, index: int, hidden: torch.Tensor) -> None:
+        pass
+
+    def leave(self, layer: Layer) -> None:
+        pass
+
+
+def test_next_layer_is_read_ahead(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors are in the page cache, and only a single layer has weights."""
+    index, ahead, prefetch = read_index(llama), list[str](), Reader.prefetch
+
+    def record_and_prefetch(reader: Reader, tensors: Iterable[TensorInfo]) -> None:
+        chosen = list(tensors)
+        ahead.extend(tensor.name for tensor in chosen)
+        prefetch(reader, chosen)
+
+    monkeypatch.setattr(Reader, "prefetch", record_and_prefetch)
+    walk = LayerWalk(index)
+    watcher = PrefetchRecorder(walk, ahead)
+    with walk.start(TEXT) as hidden:
+        walk.forward(hidden, watcher)
+    assert watcher.loaded == [[0], [1], [2]]
+    expected = [
+        {name for name in index.tensors if name.startswith(f"model.layers.{number}.")}
+        for number in (1, 2, LAYERS)
+    ]
+    assert watcher.ahead == expected
 
 
 def test_unselected_rows_do_not_change(llama: Path) -> None:

@@ -1,7 +1,10 @@
 """Reading of single rows, scales of zero weights, and exponents of a smoothing."""
 
+import ctypes
 import json
+import mmap
 import os
+import time
 from pathlib import Path
 from shutil import copytree
 
@@ -119,3 +122,33 @@ def test_huge_exponents_are_refused(good: Good, llama: Path, tmp_path: Path) -> 
     ran = vexport("check", folder, "--source", llama)
     assert ran.code == 1
     assert "the exponent 127" in ran.stdout
+
+
+def resident_pages(file: Path) -> int:
+    """Return the number of a file's pages in the page cache."""
+    with file.open("rb") as stream:
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    address = np.frombuffer(mapped, np.uint8).ctypes.data
+    pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None)
+    assert not libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), pages)
+    return sum(page & 1 for page in pages)
+
+
+def test_prefetch_reads_whole_tensor_into_page_cache(tmp_path: Path) -> None:
+    """A single call of madvise reads only the first megabytes of a long range."""
+    file = tmp_path / "model.safetensors"
+    pages = (32 << 20) // mmap.PAGESIZE
+    tensor = stored(file, bytes(pages * mmap.PAGESIZE), "U8", (pages, mmap.PAGESIZE))
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident_pages(file):
+        pytest.skip("the file system keeps files in memory")
+    with Reader() as reader:
+        reader.prefetch([tensor])
+        for _ in range(100):
+            if resident_pages(file) >= pages:
+                break
+            time.sleep(0.1)
+    assert resident_pages(file) >= pages

@@ -4,10 +4,6 @@ numpy cannot read its tensors, and operations refuse to mix them with CPU tensor
 the CPU's, so that a code path for GPUs gives the same codes.
 """
 
-import json
-import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +12,6 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from tests.forked import command
 from vexport.calibration import Samples
-from vexport.calibration.walk import Layer, LayerWalk
-from vexport.calibration.weights import ParameterValue, Weights
-from vexport.checkpoint.index import read_index
-from vexport.errors import InputError
 
 NAME = "second"
 TEXT = Samples(token_ids=((1, 2, 3, 4),), rows=(1,))
@@ -107,72 +99,3 @@ def on_second_device(*words: object) -> None:
     registered = register()
     command(*words)
     del registered
-
-
-class ParameterRecorder:
-    """Watcher that keeps each layer's parameters in main memory, or interrupts the walk."""
-
-    def __init__(self, *, interrupts: bool = False) -> None:
-        self.of_layers: list[list[torch.Tensor]] = []
-        self._interrupts = interrupts
-
-    def enter(self, layer: Layer) -> None:
-        if self._interrupts:
-            raise KeyboardInterrupt
-        self.of_layers.append([value.detach().cpu() for value in layer.module.parameters()])
-
-    def row(self, index: int, hidden: torch.Tensor) -> None:
-        pass
-
-    def leave(self, layer: Layer) -> None:
-        pass
-
-
-def read_ahead(device: str, whole: Path, broken: Path) -> None:
-    """Walk through two models on a device, and print JSON.
-
-    For the whole model, it has the threads that read layers, whether the weights equal the file's,
-    and the threads that remain after an interrupted walk. For the broken model, it has the error.
-    """
-    registered = register() if device == NAME else None
-    threads, read = list[str](), Weights.read
-
-    def read_noting_thread(*words: object) -> list[ParameterValue]:
-        threads.append(threading.current_thread().name)
-        into: Callable[..., list[ParameterValue]] = read
-        return into(*words)
-
-    setattr(Weights, "read", read_noting_thread)  # noqa: B010
-    walk, plain = LayerWalk(read_index(whole), device=device), LayerWalk(read_index(whole))
-    expected, made = ParameterRecorder(), ParameterRecorder()
-    for layer_walk, watcher in ((plain, expected), (walk, made)):
-        with layer_walk.start(TEXT) as hidden:
-            layer_walk.forward(hidden, watcher)
-    equal = [
-        all(map(torch.equal, values, others))
-        for values, others in zip(made.of_layers, expected.of_layers, strict=True)
-    ]
-    readers = sorted(threads)
-    try:
-        with walk.start(TEXT) as hidden:
-            walk.forward(hidden, ParameterRecorder(interrupts=True))
-    except KeyboardInterrupt:
-        left = [
-            thread.name for thread in threading.enumerate() if thread.name.startswith("read-ahead")
-        ]
-    reached = ParameterRecorder()
-    try:
-        walk = LayerWalk(read_index(broken), device=device)
-        with walk.start(TEXT) as hidden:
-            walk.forward(hidden, reached)
-    except InputError as error:
-        message = str(error)
-    del registered
-    found = {
-        "readers": readers,
-        "equal": equal,
-        "left": left,
-        "reached": len(reached.of_layers),
-        "error": message,
-    }
-    print(json.dumps(found))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.architectures.families import save_family
 from tests.command import vexport
 from tests.forked import finish, start
 from tests.models import write_calibration
-from tests.quantize.second_device import on_second_device, read_ahead
+from tests.quantize.second_device import on_second_device
 
 ROOT = Path(__file__).parent.parent.parent
 STAGES = ("device", "kernels", "pipeline")
@@ -56,28 +56,6 @@ def test_codes_equal_cpus(tmp_path: Path) -> None:
     for name in (f"model.layers.0.self_attn.{part}_proj.weight_packed" for part in "qkv"):
         equal = stored[name].view(torch.uint8) == expected[name].view(torch.uint8)
         assert equal.float().mean() >= 0.999
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["second", CUDA])
-def test_next_layer_is_read_by_thread(device: str, tmp_path: Path) -> None:
-    """The weights equal the CPU's. The thread's errors are raised when the layer is needed."""
-    whole, broken = (
-        save_family("qwen3-moe", tmp_path / "whole"),
-        save_family("llama", tmp_path / "broken"),
-    )
-    file = next(broken.glob("*.safetensors"))
-    tensors = load_file(file)
-    name = "model.layers.1.mlp.up_proj.weight"
-    save_file({**tensors, name: tensors[name][:-1].clone()}, file, metadata={"format": "pt"})
-    log = tmp_path / "log"
-    result = json.loads(finish(start(log, read_ahead, device, whole, broken), log))
-    assert result["equal"] == [True, True]
-    # The main thread reads both layers for the CPU, and the first layer for the device.
-    assert result["readers"] == ["MainThread"] * 3 + ["read-ahead_0"]
-    assert result["left"] == []
-    assert result["reached"] == 1
-    assert name in result["error"]
 
 
 @pytest.mark.slow

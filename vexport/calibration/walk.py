@@ -32,7 +32,7 @@ from vexport.calibration.model import (
     tie_head,
     unload,
 )
-from vexport.calibration.weights import ReadAhead, Weights
+from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of
@@ -212,7 +212,6 @@ class LayerWalk:
             torch.compiler.set_stance("force_eager"),
             float32_products(self.layers, self.device),
             reader_of(smoothing or {}) as self.weights.reader,
-            ReadAhead(self.weights, self.device) as self._ahead,
         ):
             self._load(0)
             hidden = HiddenStates()
@@ -443,15 +442,10 @@ class LayerWalk:
         """Yield these layers with their weights, and drop the weights of each layer afterwards."""
         if self._done == 0:
             self._report(0, self._steps)
-        reading = None
         for done, number in enumerate(numbers, start=1):
-            if reading is None:
-                self._load(number)
-            else:
-                self._ahead.fill(reading)
-            reading = None
+            self._load(number)
             if done < len(numbers) and self._lacks_weights(following := numbers[done]):
-                reading = self._ahead.begin(self.layers[following], self._name_of(following))
+                self.weights.prefetch(self.layers[following], self._name_of(following))
             yield Layer(
                 number=number,
                 name=self._name_of(number),

@@ -8,8 +8,6 @@ stored as separate tensors, become a single three-dimensional parameter.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -34,9 +32,6 @@ from vexport.rules import calibration as rules
 
 # Reads the value of a stored tensor.
 Read = Callable[[TensorInfo], torch.Tensor]
-# Moves a value to a device and converts it to a dtype. The third argument is True if the value is a
-# view of the file's memory map and must be copied.
-Place = Callable[[torch.Tensor, torch.dtype, bool], torch.Tensor]
 # A module, the name of a parameter or buffer in it, and its new value.
 ParameterValue = tuple[torch.nn.Module, str, torch.Tensor]
 
@@ -187,7 +182,15 @@ class Weights:
 
         Raises InputErrors that name the weights missing from the checkpoint.
         """
-        set_values(self.read(module, prefix))
+        owners = _owners(module, prefix)
+        raise_all(
+            [
+                InputError.of(rules.NO_WEIGHT, f"{self.root}: {name}")
+                for name, owner in owners.items()
+                if name not in self._recipes and last_part(name) in owner._parameters
+            ]
+        )
+        set_values(list(self._values(owners)))
 
     def load_around(self, layers_name: str) -> None:
         """Fill the modules outside the decoder layers.
@@ -198,35 +201,24 @@ class Weights:
         around = {
             name: owner for name, owner in owners.items() if not name.startswith(f"{layers_name}.")
         }
-        set_values(self._values(around, self._plain))
+        set_values(self._values(around))
 
-    def read(
-        self, module: torch.nn.Module, prefix: str, place: Place | None = None
-    ) -> list[ParameterValue]:
-        """Return the values for the module named `prefix`, without changing the module.
+    def prefetch(self, module: torch.nn.Module, prefix: str) -> None:
+        """Let the kernel read the stored tensors of the module named `prefix` ahead."""
+        for recipe in self._needed(_owners(module, prefix)):
+            self.reader.prefetch(recipe.stored)
 
-        `place` copies each value. Raises InputErrors that name the weights missing from the
-        checkpoint.
-        """
-        owners = _owners(module, prefix)
-        raise_all(
-            [
-                InputError.of(rules.NO_WEIGHT, f"{self.root}: {name}")
-                for name, owner in owners.items()
-                if name not in self._recipes and last_part(name) in owner._parameters
-            ]
-        )
-        return list(self._values(owners, place or self._plain))
+    def _needed(self, names: Iterable[str]) -> list[ParameterRecipe]:
+        """Return the recipes that make these parameters and buffers."""
+        recipes = (self._recipes.get(name) for name in names)
+        return list({recipe.target: recipe for recipe in recipes if recipe}.values())
 
-    def _values(
-        self, owners: Mapping[str, torch.nn.Module], place: Place
-    ) -> Iterator[ParameterValue]:
+    def _values(self, owners: Mapping[str, torch.nn.Module]) -> Iterator[ParameterValue]:
         """Yield the checkpoint's values of these parameters and buffers.
 
         They have the dtypes in which transformers loads them.
         """
-        needed = {recipe.target: recipe for name in owners if (recipe := self._recipes.get(name))}
-        for recipe in needed.values():
+        for recipe in self._needed(owners):
             try:
                 parameters = recipe.values(partial(read_tensor, self.reader), self._model)
                 values = {name: value for name, value in parameters.items() if name in owners}
@@ -241,11 +233,10 @@ class Weights:
                 ) from None
             for name, value in values.items():
                 dtype = self._dtype(name, getattr(owners[name], last_part(name)))
-                yield owners[name], last_part(name), place(value, dtype, recipe.rule is None)
+                # Without a rule, the value is a view of the file's memory map.
+                placed = value.to(self._device, dtype, copy=recipe.rule is None)
+                yield owners[name], last_part(name), placed
             self.reader.release(recipe.stored)
-
-    def _plain(self, value: torch.Tensor, dtype: torch.dtype, is_mapped: bool) -> torch.Tensor:
-        return value.to(self._device, dtype, copy=is_mapped)
 
 
 def set_values(values: Iterable[ParameterValue]) -> None:
@@ -255,77 +246,6 @@ def set_values(values: Iterable[ParameterValue]) -> None:
         setattr(
             owner, name, torch.nn.Parameter(value, requires_grad=False) if is_parameter else value
         )
-
-
-# While a layer is read ahead, a GPU holds two layers. A layer is read ahead if it takes at most
-# this share of the GPU's memory.
-MAX_AHEAD_SHARE = 1 / 8
-# Bytes of the pinned host buffer through which weights are copied to a GPU.
-STAGED_BYTES = 1 << 26
-
-
-class ReadAhead:
-    """Reads the weights of the next layer in a thread while the present layer is calibrated or
-    rounded.
-
-    The weights go through a buffer of pinned host memory, on a separate CUDA stream. Nothing is
-    read ahead for a CPU: its cores are busy, and reading takes a hundredth of their time. Nothing
-    is read ahead for Metal, because only one thread may use its queue. On exit, the block waits for
-    the reading thread.
-    """
-
-    def __init__(self, weights: Weights, device: str) -> None:
-        self._weights, self._device = weights, torch.device(device)
-        self._is_used = self._device.type not in ("cpu", "mps")
-        self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        size = STAGED_BYTES if self._is_used else 0
-        self._staged = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
-        self._pool = ThreadPoolExecutor(1, "read-ahead")
-
-    def __enter__(self) -> "ReadAhead":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def begin(self, module: torch.nn.Module, prefix: str) -> Future[list[ParameterValue]] | None:
-        """Begin to read a module's weights.
-
-        Returns None if the weights should be read when they are needed.
-        """
-        if not self._is_used:
-            return None
-        if self._stream is not None:
-            room = MAX_AHEAD_SHARE * torch.cuda.get_device_properties(self._device).total_memory
-            if sum(parameter.nbytes for parameter in module.parameters()) > room:
-                return None
-        return self._pool.submit(self._weights.read, module, prefix, self._place)
-
-    def fill(self, reading: Future[list[ParameterValue]]) -> None:
-        """Fill a module with the values that were read for it.
-
-        Raises the errors of `Weights.load`.
-        """
-        values = reading.result()
-        if self._stream is not None:
-            for _, _, value in values:  # the memory belongs to the other stream
-                value.record_stream(torch.cuda.current_stream(self._device))
-        set_values(values)
-
-    def _place(self, value: torch.Tensor, dtype: torch.dtype, is_mapped: bool) -> torch.Tensor:
-        """Copy a value to the device, in the thread. The copy is complete on return."""
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            placed = torch.empty(value.shape, dtype=dtype, device=self._device)
-            run = STAGED_BYTES // dtype.itemsize
-            parts = (torch.split(tensor.reshape(-1), run) for tensor in (value, placed))
-            for source, target in zip(*parts, strict=True):
-                staged = self._staged[: target.nbytes].view(dtype)
-                target.copy_(staged.copy_(source), non_blocking=True)
-                if self._stream is not None:
-                    self._stream.synchronize()
-        return placed
 
 
 def _owners(module: torch.nn.Module, prefix: str) -> dict[str, torch.nn.Module]:
