@@ -2,14 +2,15 @@
 
     .venv/bin/python scripts/gpu [--out gpu] [--stage NAME]... [--device cuda]
 
-Each stage runs in a separate process and may take ten minutes:
+Each stage runs in a separate process and may take ten minutes, `rounding` five:
 
 - `device`: the card, the driver and the versions of packages.
 - `vllm`: loads every scheme with vLLM's real kernels, compares them with the kernels that the
   dry load expects, and evaluates two schemes.
 - `kernels`: second moments of inputs, and codes of a weight.
-- `pipeline`: calibration, smoothing, gptq and refit of the demo, and of a model with 1.1 B random
-  weights: codes, KL, time, memory.
+- `pipeline`: calibration, smoothing, gptq and refit of the demo: codes and KL.
+- `rounding`: the Triton kernel that rounds columns, and gptq and refit of two models of random
+  weights: 0.1 B on the device and the CPU (codes, KL), 1.1 B on the device (time, memory).
 
 The rows of a stage are written to OUT/STAGE.jsonl as soon as they are measured. The table is
 written to OUT/gpu.json and OUT/gpu.md. A row that is skipped has the reason. `--device cpu`
@@ -33,8 +34,8 @@ sys.path[:0] = map(str, PATHS)
 from process import run_here  # noqa: E402
 from rows import FAILED, Row, markdown  # noqa: E402
 
-STAGES = ("device", "vllm", "kernels", "pipeline")
-LIMIT_SECONDS = 600
+STAGES = ("device", "vllm", "kernels", "pipeline", "rounding")
+LIMIT_SECONDS = {stage: 300 if stage == "rounding" else 600 for stage in STAGES}
 
 
 def run_apart(
@@ -52,11 +53,12 @@ def run_apart(
         target=run_here, args=(stage, device, folder, checkpoints)
     )
     process.start()
-    process.join(LIMIT_SECONDS)
+    limit = LIMIT_SECONDS[stage]
+    process.join(limit)
     if process.is_alive():
         process.kill()
         process.join()
-        reason = f"more than {LIMIT_SECONDS} s"
+        reason = f"more than {limit} s"
     elif process.exitcode:
         last = log.read_text().strip().splitlines()[-1:]
         reason = f"exit {process.exitcode}: {' '.join(last)[:200]} ({log.name})"
@@ -88,6 +90,8 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [*map(str, PATHS), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if options.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
     rows = list[Row]()
     for stage in options.stage or STAGES:
         print(f"{stage} ...", file=sys.stderr, flush=True)

@@ -34,19 +34,29 @@ class Row:
         return (low is not None and self.value < low) or (high is not None and self.value > high)
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes of the measurements.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """Sizes of a model of random weights."""
 
-    `matrix` is for kernels. `hidden`, `intermediate`, `layers` and `vocabulary` are for the random
-    model, `samples` and `tokens` for the text.
-    """
-
-    matrix: int
     hidden: int
     intermediate: int
     layers: int
     vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of the measurements.
+
+    `matrix` is for kernels, and `tile_rows` and `tile_schemes` for the Triton kernel. `small` and
+    `large` are for the random models, `samples` and `tokens` for the text.
+    """
+
+    matrix: int
+    tile_rows: int
+    tile_schemes: tuple[str, ...]
+    small: ModelSizes
+    large: ModelSizes
     samples: int
     tokens: int
     schemes: tuple[str, ...]
@@ -60,10 +70,17 @@ class Sizes:
         """Return large sizes for a GPU, and small sizes for the rehearsal on a CPU."""
         if device == "cpu":
             ways: tuple[tuple[str, Rounding], ...] = (("FP8", "nearest"), ("NVFP4", "refit"))
-            return cls(256, 128, 256, 2, 384, 4, 64, ("W4A16", "NVFP4A16"), ways)
+            tiny = ModelSizes(hidden=128, intermediate=256, layers=2, vocabulary=384)
+            # Triton's interpreter takes about 10 ms for each column of a tile of 16 rows.
+            tile_schemes: tuple[str, ...] = ("W4A16",)
+            schemes: tuple[str, ...] = ("W4A16", "NVFP4A16")
+            return cls(256, 16, tile_schemes, tiny, tiny, 4, 64, schemes, ways)
         schemes = ("W4A16", "NVFP4A16", "NVFP4", "MXFP4A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK")
         ways = (("FP8", "nearest"), ("W4A16", "gptq"), ("W4A16", "refit"), ("NVFP4", "refit"))
-        return cls(4096, 2048, 5632, 22, 32000, 32, 512, schemes, ways)
+        tile_schemes = ("W4A16", "W8A8", "NVFP4A16", "FP8_BLOCK")
+        small = ModelSizes(hidden=768, intermediate=2048, layers=12, vocabulary=16000)
+        large = ModelSizes(hidden=2048, intermediate=5632, layers=22, vocabulary=32000)
+        return cls(4096, 4096, tile_schemes, small, large, 32, 512, schemes, ways)
 
 
 def markdown(rows: Sequence[Row]) -> str:

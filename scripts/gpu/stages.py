@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from dry_cells import layer_cells
 from measure import DEMO, random_llama, resident_mb
-from rows import Row, Sizes
+from rows import ModelSizes, Row, Sizes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -35,10 +35,14 @@ from vexport.plan.build import PlanSettings
 from vexport.plan.source import scheme_rules
 from vexport.quantize.gptq import (
     GPTQ,
+    Factor,
+    Grid,
     factorize,
     grid_of,
+    has_triton,
     round_blocks,
     round_compiled,
+    round_on_device,
     stack,
 )
 from vexport.quantize.job import QuantizeJob, quantize_source
@@ -117,29 +121,61 @@ def kernels(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
             f"{name}, relative difference", float((found - exact).norm() / exact.norm()), most=most
         )
     weight = torch.randn(side, side, generator=generator) * 0.02
-    for name, largest in (("W4A16", 7.5), ("W8A8", 127.5), ("NVFP4A16", 6.0), ("FP8_BLOCK", 448.0)):
-        yield from _rounded(name, largest, weight, sums[0].hessian, device)
+    kernels = (("cpu", "cpu", round_compiled), (device, device, round_blocks))
+    for name in LARGEST:
+        yield from _rounded(name, weight, sums[0].hessian, kernels)
+
+
+# The largest code of a scheme, which scales are computed with.
+LARGEST = {"W4A16": 7.5, "W8A8": 127.5, "NVFP4A16": 6.0, "FP8_BLOCK": 448.0}
+# Rounds ordered columns in place.
+Kernel = Callable[[torch.Tensor, Factor, Grid], None]
 
 
 def _rounded(
-    name: str, largest: float, weight: torch.Tensor, hessian: torch.Tensor, device: str
+    name: str,
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    kernels: Sequence[tuple[str, str, Kernel]],
 ) -> Iterator[Row]:
+    """Yield the time of two kernels, and the share of equal codes.
+
+    `kernels` has their names, devices and functions.
+    """
     args, columns = get_scheme(name).args.weights, weight.shape[1]
     high, width = args.block or (1, args.group or columns)
-    scale = weight.reshape(-1, high, columns // width, width).abs().amax((1, 3)) / largest
+    blocks = weight.reshape(-1, high, columns // width, width)
+    scale = blocks.abs().amax((1, 3)) / LARGEST[name]
     scales = Scales(scale=scale.numpy(), zero_point=0 * scale.numpy(), global_scale=None)
-    own, codes = grid_of(args, scales, (columns, columns), torch.float32), list[torch.Tensor]()
-    for where, kernel in zip(("cpu", device), (round_compiled, round_blocks), strict=True):
+    shape = (len(weight), columns)
+    own, codes = grid_of(args, scales, shape, torch.float32), list[torch.Tensor]()
+    for title, where, kernel in kernels:
         grid, factor = stack([own], torch.device(where)), factorize(hessian.to(where), GPTQ.ridge)
         assert factor is not None
         values = weight.to(where)[:, factor.order].contiguous()
         kernel(values, factor, grid)
         codes.append(values[:, factor.order.argsort()].cpu())
         taken = seconds_of(partial(kernel, values, factor, grid), where)
-        yield Row(f"{name}: {columns} columns on {where}", 1e3 * taken, "ms")
+        yield Row(f"{name}: {columns} columns on {title}", 1e3 * taken, "ms")
     steps = own.scale.repeat_interleave(width, 1)
     equal = float(((codes[0] - codes[1]).abs() < steps / 4).float().mean())
-    yield Row(f"{name}: codes equal to the CPU's", equal, least=EQUAL_CODES)
+    yield Row(f"{name}: codes of {kernels[1][0]} and {kernels[0][0]}", equal, least=EQUAL_CODES)
+
+
+def tiles(device: str, sizes: Sizes) -> Iterator[Row]:
+    """Yield times and codes of the Triton kernel and of `round_blocks`, on a device.
+
+    On the CPU, the kernel runs in Triton's interpreter.
+    """
+    if not has_triton():
+        yield Row("skipped", note="triton or a C compiler is not there")
+        return
+    side, generator = sizes.matrix, torch.Generator().manual_seed(0)
+    inputs = torch.randn(2 * side, side, generator=generator).to(device)
+    weight = torch.randn(sizes.tile_rows, side, generator=generator) * 0.02
+    kernels = (("round_blocks", device, round_blocks), ("Triton", device, round_on_device))
+    for name in sizes.tile_schemes:
+        yield from _rounded(name, weight, inputs.T @ inputs, kernels)
 
 
 def settings(sizes: Sizes, device: str) -> Calibration:
@@ -196,9 +232,9 @@ def rows_of(sizes: Sizes, behind: int = 0) -> Samples:
     return samples.select(range(behind, len(samples.rows)))
 
 
-def kl(out: Path, sizes: Sizes) -> float:
-    """Return KL(demo's model || checkpoint) in nats per token, on text without calibration rows."""
-    source = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.bfloat16).eval()
+def kl(model: Path, out: Path, sizes: Sizes) -> float:
+    """Return KL(model || checkpoint) in nats per token, on text without calibration rows."""
+    source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
     candidate, total, rows = load_dequantized(out), 0.0, rows_of(sizes, sizes.samples).token_ids
     with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
         for row in rows:
@@ -208,24 +244,36 @@ def kl(out: Path, sizes: Sizes) -> float:
 
 
 def pipeline(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
-    """Calibrate and round the demo, and compare with the CPU.
-
-    Measure time and memory on the random model.
-    """
+    """Calibrate and round the demo, and compare with the CPU."""
     for scheme, how in sizes.ways:
-        outs, losses = (
-            [folder / f"demo-{scheme}-{how}-{number}" for number in (0, 1)],
-            list[float](),
-        )
-        for where, out in zip(("cpu", device), outs, strict=True):
-            taken = quantized(DEMO / "model", out, scheme, how, settings(sizes, where))
-            losses.append(kl(out, sizes))
-            yield Row(f"demo {scheme} {how} on {where}: KL", losses[-1], note=f"{taken:.1f} s")
-        yield Row(f"demo {scheme} {how}: KL by the CPU's", losses[1] / losses[0], most=KL_SHARE)
-        for row in equal_bytes(outs[1], outs[0]):
-            yield replace(row, name=f"demo {scheme} {how}: {row.name}")
-    model = random_llama(
-        folder / "random",
+        yield from compared("demo", DEMO / "model", (scheme, how), device, sizes, folder)
+
+
+def compared(
+    name: str,
+    model: Path,
+    way: tuple[str, Rounding],
+    device: str,
+    sizes: Sizes,
+    folder: Path,
+) -> Iterator[Row]:
+    """Round a model on the CPU and on a device, and compare KL and bytes."""
+    scheme, how = way
+    outs = [folder / f"{name}-{scheme}-{how}-{number}" for number in (0, 1)]
+    losses = list[float]()
+    for where, out in zip(("cpu", device), outs, strict=True):
+        taken = quantized(model, out, scheme, how, settings(sizes, where))
+        losses.append(kl(model, out, sizes))
+        yield Row(f"{name} {scheme} {how} on {where}: KL", losses[-1], note=f"{taken:.1f} s")
+    yield Row(f"{name} {scheme} {how}: KL by the CPU's", losses[1] / losses[0], most=KL_SHARE)
+    for row in equal_bytes(outs[1], outs[0]):
+        yield replace(row, name=f"{name} {scheme} {how}: {row.name}")
+
+
+def random_model(folder: Path, sizes: ModelSizes) -> Path:
+    """Return a Llama of random weights, which is written here from a seed."""
+    model: Path = random_llama(
+        folder,
         hidden_size=sizes.hidden,
         intermediate_size=sizes.intermediate,
         num_hidden_layers=sizes.layers,
@@ -233,20 +281,34 @@ def pipeline(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
         num_key_value_heads=max(1, sizes.hidden // 512),
         vocab_size=sizes.vocabulary,
     )
-    ways: tuple[Rounding, ...] = ("nearest", "gptq", "refit")
+    return model
+
+
+def rounding(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Compare the Triton kernel with `round_blocks`. Round random models with gptq and refit.
+
+    The small model is compared with the CPU. The large model is rounded on the device only.
+    """
+    yield from tiles(device, sizes)
+    ways: tuple[Rounding, ...] = ("gptq", "refit")
+    small = random_model(folder / "small", sizes.small)
+    few = replace(sizes, samples=max(1, sizes.samples // 2), tokens=sizes.tokens // 2)
     for how in ways:
-        text = None if how == "nearest" else settings(sizes, device)
+        yield from compared("0.1 B", small, ("W4A16", how), device, few, folder)
+    model = random_model(folder / "random", sizes.large)
+    for how in ways:
+        text = settings(sizes, device)
         if device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats(device)
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = resident_mb("VmRSS")
         taken = quantized(model, folder / f"random-{how}", "W4A16", how, text)
-        yield Row(f"random {how}: time", taken, "s")
-        yield Row(f"random {how}: memory of the host", (resident_mb("VmHWM") - before) / 1e3, "GB")
+        yield Row(f"1.1 B {how}: time", taken, "s")
+        yield Row(f"1.1 B {how}: memory of the host", (resident_mb("VmHWM") - before) / 1e3, "GB")
         if device.startswith("cuda"):
             yield Row(
-                f"random {how}: memory of the card",
+                f"1.1 B {how}: memory of the card",
                 torch.cuda.max_memory_allocated(device) / 1e9,
                 "GB",
             )

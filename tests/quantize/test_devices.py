@@ -16,7 +16,7 @@ from tests.models import write_calibration
 from tests.quantize.second_device import on_second_device
 
 ROOT = Path(__file__).parent.parent.parent
-STAGES = ("device", "kernels", "pipeline")
+STAGES = ("device", "kernels", "pipeline", "rounding")
 CUDA = pytest.param(
     "cuda",
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
