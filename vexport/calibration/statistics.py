@@ -86,6 +86,14 @@ class Statistics:
             all_experts=all_experts,
         )
 
+    @property
+    def allows_batches(self) -> bool:
+        """Return True if several rows may be observed at once.
+
+        Other observers than those of the largest range depend on the number of observations.
+        """
+        return all(observer.reduction == "extremes" for observer in self.inputs.values())
+
     def needs(self, group: FusionGroup) -> bool:
         """Return True if statistics of a group's input are needed."""
         return any(
@@ -253,7 +261,13 @@ def calibrate(
         with process_group():
             rank, size = rank_and_size()
             rows_of_rank = samples.select(range(rank, len(samples.rows), size))
-            text = walk.start(rows_of_rank, smoothing, stage=CALIBRATE, on_progress=on_progress)
+            text = walk.start(
+                rows_of_rank,
+                smoothing,
+                in_batches=statistics.allows_batches,
+                stage=CALIBRATE,
+                on_progress=on_progress,
+            )
             with watched_tower(walk, plan, statistics), text as hidden:
                 watcher = StatisticsWatcher(walk, plan, statistics, cached)
                 walk.expect_steps(len(walk.layers) + watcher.watches_head)

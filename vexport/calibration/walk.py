@@ -47,6 +47,30 @@ from vexport.rules import calibration as rules
 UNCHECKED_BYTES = 1 << 26
 
 
+# Maximum number of tokens of rows that run together on a device.
+BATCH_TOKENS = 8192
+
+
+def batches_of(samples: Samples, most_tokens: int) -> list[list[int]]:
+    """Return the positions of the rows that run together, in the order of their first rows.
+
+    These rows have the same length, no pictures, and together at most `most_tokens` tokens.
+    """
+    batches = list[list[int]]()
+    # The last batch for each length.
+    growing = dict[int, list[int]]()
+    for row, ids in enumerate(samples.token_ids):
+        batch = growing.get(len(ids), [])
+        has_pictures = samples.pictures_of(row) is not None
+        if not batch or has_pictures or (len(batch) + 1) * len(ids) > most_tokens:
+            batch = []
+            batches.append(batch)
+        if not has_pictures:
+            growing[len(ids)] = batch
+        batch.append(row)
+    return batches
+
+
 def is_finite(value: torch.Tensor) -> bool:
     """Return True if no element is infinite or NaN. An empty tensor is finite."""
     return bool(finite(value))
@@ -54,14 +78,14 @@ def is_finite(value: torch.Tensor) -> bool:
 
 def first_not_finite(
     module: torch.nn.Module, name: str, run: Callable[[], object]
-) -> tuple[str, str] | None:
+) -> tuple[str, str, torch.Tensor] | None:
     """Run a forward of `module` and return the first module with a value that is not finite.
 
-    Returns the module's name, and "input" or "output" for the place of the value. Returns None if
-    all values are finite. Values are checked in the order of execution: an input before the output
-    computed from it, and a child's output before its parent's output.
+    Returns the module's name, "input" or "output" for the place of the value, and the value.
+    Returns None if all values are finite. Values are checked in the order of execution: an input
+    before the output computed from it, and a child's output before its parent's output.
     """
-    places: list[tuple[str, str]] = []
+    places: list[tuple[str, str, torch.Tensor]] = []
 
     def check_value(name: str, side: str, module: torch.nn.Module, *values: object) -> None:
         states = values[-1]
@@ -69,7 +93,7 @@ def first_not_finite(
         if places or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return
         if not is_finite(value):
-            places.append((name, side))
+            places.append((name, side, value))
 
     with ExitStack() as block:
         for child_name, child in module.named_modules():
@@ -80,6 +104,14 @@ def first_not_finite(
             block.callback(behind.remove)
         run()
     return places[0] if places else None
+
+
+def first_bad_row(value: torch.Tensor, rows: int) -> int | None:
+    """Return the first row of a batch of `rows` rows that is not finite, or None."""
+    if len(value) % rows:  # a router chose some of the tokens
+        return None
+    each = value.reshape(rows, -1)
+    return next((row for row in range(rows) if not is_finite(each[row])), None)
 
 
 # Runs a layer. Receives the row's index and its hidden states, and returns the layer's output.
@@ -149,20 +181,32 @@ class LayerWalk:
 
     `start` runs the parts in front of the decoder layers. `forward`, `run_head` and `backward` run
     rows of hidden states through the layers and call watchers. Layers are loaded one after the
-    other. Rows run one by one, because in bf16 a batched product rounds differently, and because
-    observers with a moving average update it once per forward. Layers run on `device`. Hidden
-    states wait in main memory, or on disk beyond a size. Raises InputError for an unusable device
-    and for a model that transformers cannot build.
+    other. Layers run on `device`. Hidden states wait in main memory, or on disk beyond a size.
+    Raises InputError for an unusable device and for a model that transformers cannot build.
+
+    On a CPU, rows run one by one, because in bf16 a batched product rounds differently. On other
+    devices, rows of equal length run together if `start` allows it. They share an index: a batch of
+    rows then takes the place of a row. `batch_tokens` is the maximum number of tokens of a batch.
+    By default, it depends on the device.
     """
 
     def __init__(
-        self, index: SourceIndex, *, trust_remote_code: bool = False, device: str = "cpu"
+        self,
+        index: SourceIndex,
+        *,
+        trust_remote_code: bool = False,
+        device: str = "cpu",
+        batch_tokens: int | None = None,
     ) -> None:
         require_device(device)
+        default = 0 if device == "cpu" else BATCH_TOKENS
+        self._batch_tokens = default if batch_tokens is None else batch_tokens
         self.index = index
         self.device = device
         self.model = build_on_meta(index.root, trust_remote_code=trust_remote_code, device=device)
         self.name, self.layers = decoder_layers(self.model)
+        # The positions of the rows that run together, and their token ids (rows, tokens).
+        self.batches: list[list[int]] = []
         self.ids: list[torch.Tensor] = []
         # The number of tokens in all rows that statistics count.
         self.counted_tokens = 0
@@ -185,23 +229,35 @@ class LayerWalk:
         samples: Samples,
         smoothing: Mapping[str, Smoothing] | None = None,
         *,
+        in_batches: bool = False,
         stage: str = "layers",
         on_progress: OnProgress = silent,
     ) -> Iterator[HiddenStates]:
         """Run the samples through the parts of the smoothed model in front of its decoder layers.
 
-        The layers can run inside the block.
+        The layers can run inside the block. With `in_batches`, rows of equal length may run
+        together. Set it only if the watchers need no calls for single rows.
 
         `on_progress` receives a step of `stage` for each layer, and for the head if it runs. Raises
         InputError for a model that cannot run layer by layer.
         """
         self._steps = len(self.layers)
         self._done = 0
-        self.ids = [torch.tensor([ids], device=self.device) for ids in samples.token_ids]
+        self.batches = batches_of(samples, self._batch_tokens if in_batches else 0)
+        self.ids = [
+            torch.tensor([samples.token_ids[row] for row in batch], device=self.device)
+            for batch in self.batches
+        ]
         pictures = len(samples.pictures) - samples.pictures.count(None)
         seen = self._pictures_of(samples, partial(on_progress, PICTURES), pictures)
         self.counted_tokens = samples.counted_tokens
-        self._counted = [CountedTokens.of(each, self.device) for each in samples.counted]
+        self._counted = [
+            CountedTokens.of(
+                [token for row in batch for token in samples.counted[row]], self.device
+            )
+            for batch in self.batches
+            if samples.counted
+        ]
         self._outputs.clear()
         self._checks.clear()
         self._rows = samples.places
@@ -234,8 +290,9 @@ class LayerWalk:
         Floats are in the model's dtype, as in vLLM.
         """
         done = 0
-        for index, sample in enumerate(samples.pictures or [None] * len(samples.rows)):
+        for index, batch in enumerate(self.batches):
             self._row = index
+            sample = samples.pictures_of(batch[0])
             if sample is None:
                 yield {}
                 continue
@@ -397,13 +454,22 @@ class LayerWalk:
         """
         if weight := self._weight_not_finite():
             return not_finite(weight)
-        found = first_not_finite(layer.module, layer.name, run)
-        name, side = found or (layer.name, "output")
+        outputs = list[object]()
+        found = first_not_finite(layer.module, layer.name, lambda: outputs.append(run()))
+        name, side, *values = found or (layer.name, "output")
         name = self.weights.stored_name(name)
         if watched and watched.startswith(f"{name}."):
             name = watched
             side = "input"
-        return CheckpointFailed.of(rules.NOT_FINITE, name, row=self._rows[index], side=side)
+        row = self._bad_row(index, *outputs, *values)
+        return CheckpointFailed.of(rules.NOT_FINITE, name, row=row, side=side)
+
+    def _bad_row(self, index: int, *values: object) -> str:
+        """Return the first row of a batch with a value that is not finite, for messages."""
+        batch = self.batches[index]
+        tensors = (value for value in values if isinstance(value, torch.Tensor))
+        found = (first_bad_row(value, len(batch)) for value in tensors)
+        return self._rows[batch[next((row for row in found if row is not None), 0)]]
 
     def not_finite_input(self, module: str) -> Callable[[], VexportError]:
         """Return a function that makes the error for an input of a module in front of the layers.
@@ -411,7 +477,7 @@ class LayerWalk:
         The row that runs now has a value that is not finite in this input. If a weight is not
         finite, the error names the weight.
         """
-        row = self._rows[self._row]
+        row = self._rows[self.batches[self._row][0]]
 
         def error() -> VexportError:
             if weight := self._weight_not_finite():

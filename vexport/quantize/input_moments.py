@@ -55,11 +55,17 @@ class InputMoments:
         return Moments.zeros(site.columns, drift=has_drift, device=self._model.device)
 
     def add(
-        self, quantized: RecordedInputs, source: RecordedInputs, counted: Counted = None
+        self,
+        quantized: RecordedInputs,
+        source: RecordedInputs,
+        counted: Counted = None,
+        *,
+        rows: int = 1,
     ) -> None:
         """Add the inputs of a row in the quantized stream and in the source's stream.
 
-        If `counted` is given, only these tokens of the row are added.
+        If `counted` is given, only these tokens of the row are added. `rows` is the number of rows
+        of equal length that ran together.
 
         Modules of experts must still have the source's weights, because the inputs of their down
         projections are computed here. A site's moments do not change if the row does not reach the
@@ -73,7 +79,7 @@ class InputMoments:
             wanted = None if exact is None else _tokens_of(exact)
             site.require_order(counted)
             tokens = _tokens_of(here)
-            weights = self._token_weights(site, tokens)
+            weights = self._token_weights(site, tokens, rows)
             if isinstance(here, RoutedTokens) and site.expert is not None:
                 self._add_down(site, here, wanted, weights, counted)
             else:
@@ -111,15 +117,17 @@ class InputMoments:
         """
         return strength_of(group) if site.is_aligned and not self._no_refit else GPTQ
 
-    def _token_weights(self, site: Site, tokens: torch.Tensor) -> torch.Tensor | None:
+    def _token_weights(self, site: Site, tokens: torch.Tensor, rows: int) -> torch.Tensor | None:
         if not all(
             self._strength(group, site).weighs_tokens for group in site.groups_rounded_by_text
         ):
             return None
-        number = tokens.numel() // tokens.shape[-1]
+        number = tokens.numel() // tokens.shape[-1] // rows
         known = self._model.calibration.token_weights
         token_weights = token_weights_of(known, self._inputs.modules_of(site), number)
-        return None if token_weights is None else token_weights.to(tokens.device, non_blocking=True)
+        if token_weights is None:
+            return None
+        return token_weights.repeat(rows).to(tokens.device, non_blocking=True)
 
     def _add_down(
         self,

@@ -74,7 +74,13 @@ def round_weights(
         done = RoundedLayers(folder)
         statistics = Statistics.for_plan(plan, all_experts=all_experts)
         rows_of_rank = samples.select(range(rank, len(samples.rows), size))
-        text = walk.start(rows_of_rank, calibration.smoothing, stage=ROUND, on_progress=on_progress)
+        text = walk.start(
+            rows_of_rank,
+            calibration.smoothing,
+            in_batches=statistics.allows_batches,
+            stage=ROUND,
+            on_progress=on_progress,
+        )
         with text as source:
             watcher = RoundingWatcher(
                 walk, plan, calibration, statistics, done, source, samples.counted_tokens
@@ -150,8 +156,11 @@ class RoundingWatcher:
         few to compare.
         """
         rank, size = rank_and_size()
-        rows = range(len(self._source))
-        return [row for row in rows if self._refits or rank + row * size < COMPARED_ROWS]
+        return [
+            index
+            for index, rows in enumerate(self._walk.batches)
+            if self._refits or rank + rows[0] * size < COMPARED_ROWS
+        ]
 
     @property
     def rows_to_head(self) -> Sequence[int]:
@@ -348,7 +357,8 @@ class LayerRounder:
         self._observe(inputs, groups, name, rows, len(exact))
         moments = self._moments(inputs)
         for index, row in enumerate(exact):
-            moments.add(rows.recorded_input(index, name), row, self._walk.counted_of(index))
+            counted, number = self._walk.counted_of(index), len(self._walk.batches[index])
+            moments.add(rows.recorded_input(index, name), row, counted, rows=number)
             row.pop(name, None)
         self._round(groups, moments, block)
 
