@@ -64,6 +64,12 @@ def test_scheme_table_with_ignored_layers(narrow: Path) -> None:
     assert len(kept) == 7
 
 
+def test_mistyped_layer_names_nearest(narrow: Path) -> None:
+    ran = vexport("plan", narrow, "--scheme", "FP8", "--ignore", "down_prj")
+    assert ran.code == 2
+    assert_contains(ran.errors[0], "'down_prj'", "did you mean down_proj?", "rules/no-layer")
+
+
 def test_plan_shows_kept_layers_and_next_command(narrow: Path) -> None:
     ran = vexport(
         "plan", narrow, "--scheme", "w4a16", "--on-unsupported-shape", "keep", "--tp", "1,2"

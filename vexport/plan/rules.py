@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import HEADS, is_head
 from vexport.architectures.linears import Place
-from vexport.errors import InputError, raise_all
+from vexport.errors import InputError, nearest_hint, raise_all
 from vexport.formats.plan import FusionGroup, Plan, Treatment
 from vexport.formats.schemes import KEEP, Scheme, get_scheme
 from vexport.records import Finding, Smoothing
@@ -167,14 +167,20 @@ def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) 
     ]
     raise_all(
         [
-            InputError.of(
-                book.TIED_HEAD if lacks_head and _matches_head(rule.match) else book.NO_LAYER,
-                f"rule {rule.match!r}",
-            )
+            _unmatched(rule.match, names, lacks_head=lacks_head)
             for rule in required_rules
             if not any(matches(rule.match, name) for name in names)
         ]
     )
+
+
+def _unmatched(pattern: str, names: Mapping[str, Place], *, lacks_head: bool) -> InputError:
+    """Return the error of a pattern that matches no layer, with the nearest name or last part."""
+    where = f"pattern {pattern!r}"
+    if lacks_head and _matches_head(pattern):
+        return InputError.of(book.TIED_HEAD, where)
+    known = dict.fromkeys([LINEAR, *(name.rpartition(".")[2] for name in names), *names])
+    return InputError.of(book.NO_LAYER, where, hint=nearest_hint(pattern, known))
 
 
 def _matches_head(pattern: str) -> bool:

@@ -18,7 +18,8 @@ NO_LAYER_IGNORED = Rule(
 NO_LAYER = Rule(
     "rules/no-layer",
     got="no matching layer in this model",
-    do="give the name of a linear layer, its last parts, re:REGEX or Linear, or remove the rule",
+    do="give the name of a linear layer, its last parts, re:REGEX or Linear, or remove the "
+    "pattern{hint}",
 )
 TIED_HEAD = Rule(
     "rules/tied-head",
