@@ -2,7 +2,10 @@
 
 vLLM imports torchvision for most families. VEXPORT_VISION_VLLM_PYTHON names an interpreter with
 vLLM's CPU build and torchvision, which `scripts/setup-vllm VERSION FOLDER --torchvision` creates.
-Without this variable, only Idefics3 runs, in vexport's own interpreter.
+Without this variable, these tests are skipped.
+
+Idefics3 needs no torchvision. The demo's model is one, and runs in tests/run/test_sight_in_vllm.py.
+Here, one picture has more tokens than the micro model's longest sequence.
 """
 
 import os
@@ -31,21 +34,13 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 needs_torchvision = pytest.mark.skipif(
     not PYTHON, reason="VEXPORT_VISION_VLLM_PYTHON is not set to an interpreter"
 )
-WITHOUT_TORCHVISION = "idefics3"
-FAMILIES = [
-    each if each == WITHOUT_TORCHVISION else pytest.param(each, marks=needs_torchvision)
-    for each in SEEING
-]
+FAMILIES = [family for family in SEEING if family != "idefics3"]
 # Sizes that processors do not change, because Pillow and torchvision scale differently.
 SIZES: Mapping[str, tuple[int, int]] = {"qwen2.5-vl": (84, 56), "qwen3-vl": (64, 128)}
 # vLLM's CPU attention is causal inside pictures, as transformers' is without these inputs.
 LEFT_OUT: Mapping[str, str] = {"gemma3": "token_type_ids"}
 URLS = [address(picture(90, 70, seed)) for seed in range(4)]
 ROWS = [question(URLS[0]), question(URLS[1], URLS[2], text="which of the two?"), question(URLS[3])]
-
-
-def interpreter(family: str) -> Path | None:
-    return None if family == WITHOUT_TORCHVISION else Path(PYTHON)
 
 
 def prompts_of(family: str, folder: Path) -> tuple[PicturePrompt, ...]:
@@ -82,20 +77,19 @@ class Reference:
         return inputs["input_ids"][0].tolist(), torch.log_softmax(logits.float(), dim=-1)
 
 
+@needs_torchvision
 @pytest.mark.parametrize("scheme", ["W4A16", "NVFP4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantized_model_sees_in_vllm_as_in_transformers(
     family: str, scheme: str, tmp_path: Path
 ) -> None:
-    python = interpreter(family)
     model, out = save_seeing(family, tmp_path / "model"), tmp_path / "out"
     data = write_rows(tmp_path / "rows.jsonl", ROWS)
     options = ("--calibration", data, "--on-unsupported-shape", "keep", "--quiet")
     assert vexport("quantize", model, out, "--scheme", scheme, *options).code == 0
     checked = vexport("check", out, "--static", "--source", model, "--quiet")
     assert checked.code == 0, checked.stdout
-    where = ("--vllm-python", python) if python else ()
-    dry = vexport("load", out, "--dry", "--sm", "100", *where, "--quiet")
+    dry = vexport("load", out, "--dry", "--sm", "100", "--vllm-python", PYTHON, "--quiet")
     assert dry.code == 0, dry.stdout
     prompts = prompts_of(family, tmp_path / "pictures")
     file = tmp_path / "logprobs.safetensors"
@@ -106,7 +100,7 @@ def test_quantized_model_sees_in_vllm_as_in_transformers(
         where=family,
         log=tmp_path / "log",
         timeout=900,
-        vllm_python=python,
+        vllm_python=Path(PYTHON),
     )
     ids = worker.run(silent).ids
     reference, served = Reference(out, LEFT_OUT.get(family, "")), load_file(file)
