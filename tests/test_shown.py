@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from tests.command import ROOT
+from vexport.reports.catalog import all_sections
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "vexport" / "docs").glob("*.md")))
 # scripts/generate_settings.py and scripts/generate_rules.py write these pages' tables.
@@ -142,6 +143,10 @@ def test_only_times_and_named_lines_may_differ(
     blocks: ModuleType, old: str, new: str, is_same: bool
 ) -> None:
     assert (blocks.masked(old, ["memory"]) == blocks.masked(new, ["memory"])) is is_same
+
+
+def test_explain_shows_no_marker() -> None:
+    assert [section.title for section in all_sections() if "<!--" in section.text] == []
 
 
 def test_excerpts(blocks: ModuleType) -> None:
