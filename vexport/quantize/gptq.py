@@ -183,12 +183,71 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
     return upper.contiguous() if bool(torch.isfinite(upper).all()) else None
 
 
-@compiled(fastmath=MULTIPLY_ADD)
-def subtract_error(values: Floats, error: np.float32, factor: Floats) -> None:
-    """Subtract `error` times a row of the factor from the columns that follow."""
+@compiled()
+def round_column(
+    values: Floats,
+    scales: Floats,
+    zeros: Floats,
+    form: NumberFormat,
+    pivot: np.float32,
+    errors: Floats,
+) -> None:
+    """Round a column in place. `errors` receives the errors, divided by `pivot`."""
     wide_vectors()
-    for i in range(values.size):
-        values[i] -= F32(error * factor[i])
+    for row in range(values.size):
+        scale, zero = scales[row], zeros[row]
+        scaled = min(max(F32(F32(values[row] / scale) + zero), form.low), form.high)
+        rounded = F32(F32(round_to(scaled, form) - zero) * scale)
+        errors[row] = F32(F32(values[row] - rounded) / pivot)
+        values[row] = rounded
+
+
+@compiled(fastmath=MULTIPLY_ADD)
+def subtract_errors(columns: Floats, errors: Floats, factor: Floats) -> None:
+    """Subtract from each of the columns (columns, rows) the errors times its value of `factor`."""
+    wide_vectors()
+    for column in range(factor.size):
+        values = columns[column]
+        multiple = factor[column]
+        for row in range(errors.size):
+            values[row] -= F32(errors[row] * multiple)
+
+
+@compiled()
+def round_tile(
+    weight: Floats,
+    factor: Floats,
+    scales: Floats,
+    zeros: Floats,
+    groups: npt.NDArray[np.int32],
+    form: NumberFormat,
+    first: int,
+    errors: Floats,
+) -> None:
+    """Round some columns of a few rows, as `round_block` does.
+
+    The columns of a row wait for each other. Vectors of the processor therefore hold columns.
+    """
+    rows, count = errors.shape
+    last = first + count
+    block = np.empty((count, rows), F32)
+    for row in range(rows):
+        for column in range(count):
+            block[column, row] = weight[row, first + column]
+    wrong = np.empty((count, rows), F32)
+    scales_of_group, zeros_of_group = scales.T.copy(), zeros.T.copy()
+    for place in range(count):
+        column = first + place
+        group = groups[column]
+        pivot = factor[column, column]
+        round_column(
+            block[place], scales_of_group[group], zeros_of_group[group], form, pivot, wrong[place]
+        )
+        subtract_errors(block[place + 1 :], wrong[place], factor[column, column + 1 : last])
+    for row in range(rows):
+        for column in range(count):
+            weight[row, first + column] = block[column, row]
+            errors[row, column] = wrong[column, row]
 
 
 @compiled()
@@ -209,17 +268,11 @@ def round_block(
     `groups[c]`. `errors` (rows, count) determines the number of rounded columns. It receives the
     errors for which later columns must be corrected.
     """
-    last = first + errors.shape[1]
-    for row in range(weight.shape[0]):
-        values = weight[row]
-        for column in range(first, last):
-            scale, zero = scales[row, groups[column]], zeros[row, groups[column]]
-            scaled = min(max(F32(F32(values[column] / scale) + zero), form.low), form.high)
-            rounded = F32(F32(round_to(scaled, form) - zero) * scale)
-            error = F32(F32(values[column] - rounded) / factor[column, column])
-            values[column] = rounded
-            errors[row, column - first] = error
-            subtract_error(values[column + 1 : last], error, factor[column, column + 1 : last])
+    for start in range(0, weight.shape[0], TILE_ROWS):
+        rows = slice(start, start + TILE_ROWS)
+        round_tile(
+            weight[rows], factor, scales[rows], zeros[rows], groups, form, first, errors[rows]
+        )
 
 
 def refit(weight: torch.Tensor, moments: Moments, *, strength: float, ridge: float) -> torch.Tensor:
@@ -317,13 +370,16 @@ def round_compiled(weight: torch.Tensor, factor: Factor, grid: Grid) -> None:
     columns, upper, values = weight.shape[1], factor.upper.numpy(), weight.numpy()
     scale, zero = grid.scale.contiguous().numpy(), grid.zero.contiguous().numpy()
     groups = (factor.order.numpy() // grid.width).astype(np.int32)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    threads = len(os.sched_getaffinity(0))
+    rows_of_thread = -(-len(values) // threads)
+    errors_of_rows = np.empty((len(values), BLOCK_COLUMNS), np.float32)
+    with ThreadPoolExecutor(threads) as pool:
         for first in range(0, columns, BLOCK_COLUMNS):
             last = min(first + BLOCK_COLUMNS, columns)
-            errors = np.empty((len(values), last - first), np.float32)
+            errors = errors_of_rows[:, : last - first]
 
-            def tile(start: int, first: int = first, errors: Floats = errors) -> None:
-                rows = slice(start, start + TILE_ROWS)
+            def part(start: int, first: int = first, errors: Floats = errors) -> None:
+                rows = slice(start, start + rows_of_thread)
                 round_block(
                     values[rows],
                     upper,
@@ -335,5 +391,6 @@ def round_compiled(weight: torch.Tensor, factor: Factor, grid: Grid) -> None:
                     errors[rows],
                 )
 
-            list(pool.map(tile, range(0, len(values), TILE_ROWS)))
-            values[:, last:] -= errors @ upper[first:last, last:]
+            list(pool.map(part, range(0, len(values), rows_of_thread)))
+            later = factor.upper[first:last, last:]
+            weight[:, last:].addmm_(torch.from_numpy(errors), later, alpha=-1)
