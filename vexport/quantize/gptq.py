@@ -158,7 +158,7 @@ def factorize(hessian: torch.Tensor, damping: float) -> Factor | None:
     dead = diagonal == 0
     order = torch.argsort(diagonal, descending=True, stable=True)
     mean = diagonal.sum() / max(1, int((~dead).sum()))
-    ordered = hessian[order][:, order]
+    ordered = hessian.index_select(0, order).index_select(1, order)
     for attempt in range(DAMPING_ATTEMPTS):
         share = damping * 10**attempt
         damped = ordered.clone()
@@ -310,11 +310,9 @@ def _nearest(
 
 def round_columns(weight: torch.Tensor, factor: Factor, grid: Grid) -> torch.Tensor:
     """Return the rounded weight (out, in) float32. All of its values are numbers of the grid."""
-    values = weight[:, factor.order].to(torch.float32).contiguous()
+    values = weight.to(torch.float32).index_select(1, factor.order)
     (round_compiled if values.device.type == "cpu" else round_blocks)(values, factor, grid)
-    rounded = torch.empty_like(values)
-    rounded[:, factor.order] = values
-    return rounded
+    return values.index_select(1, torch.argsort(factor.order))
 
 
 def round_blocks(values: torch.Tensor, factor: Factor, grid: Grid) -> None:
