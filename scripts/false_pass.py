@@ -215,9 +215,9 @@ def main() -> None:
         start = time.monotonic()
         case = CASES[name]
         found = outcomes(case, given.trials)
-        margin = (
-            f"{100 * case.margin:.0f} points" if isinstance(case.margin, float) else case.margin
-        )
+        margin = str(case.margin).replace("%", " %")
+        if isinstance(case.margin, float):
+            margin = f"{100 * case.margin:.0f} points"
         print(f"| {case.title} | {margin} | {found['PASS']} | {found['FAIL']} |", flush=True)
         print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr)
         if found["PASS"] > most:
