@@ -390,5 +390,4 @@ def round_compiled(weight: torch.Tensor, factor: Factor, grid: Grid) -> None:
                 )
 
             list(pool.map(part, range(0, len(values), rows_of_thread)))
-            later = factor.upper[first:last, last:]
-            weight[:, last:].addmm_(torch.from_numpy(errors), later, alpha=-1)
+            values[:, last:] -= errors @ upper[first:last, last:]
