@@ -29,7 +29,7 @@ def blocks() -> ModuleType:
 @pytest.mark.vllm
 def test_demo_blocks_change_nothing_but_times() -> None:
     ran = subprocess.run(
-        [sys.executable, "scripts/shown", "--only", "demo", "--check"],
+        [sys.executable, "scripts/shown/run.py", "--only", "demo", "--check"],
         cwd=ROOT,
         capture_output=True,
         text=True,

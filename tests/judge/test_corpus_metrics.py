@@ -174,8 +174,8 @@ def test_bounds_are_the_wider_of_bca_and_student() -> None:
 
 def test_labels_have_no_uneven_influence() -> None:
     """A label is only correct or wrong: Student's bounds have the number of documents."""
-    pairs = [[number % 2, number % 2] for number in range(40)]
-    changed = [[number % 2, int(number % 7 == 0)] for number in range(40)]
+    pairs: list[Any] = [[number % 2, number % 2] for number in range(40)]
+    changed: list[Any] = [[number % 2, int(number % 7 == 0)] for number in range(40)]
     assert not tabulate("f1", "f1", pairs, changed).is_uneven
     assert tabulate("bleu", "bleu", [["a b", "a b"]] * 9, [["a b", "a c"]] * 9).is_uneven
 
