@@ -304,7 +304,8 @@ def test_both_recommendations_are_next(llama: Path) -> None:
 def test_need_of_text_has_one_wording(llama: Path) -> None:
     rows = vexport("plan", llama, "--gpu", "H100").stdout.splitlines()
     listed = vexport("list", "schemes").stdout.splitlines()
-    for scheme, use in (("W4A16", "helps"), ("FP8_DYNAMIC", "not needed"), ("FP8", "needed")):
+    uses = (("W4A16", "helps"), ("W8A8", "helps"), ("FP8_DYNAMIC", "not needed"), ("FP8", "needed"))
+    for scheme, use in uses:
         of_scheme = [row for row in rows if row.startswith(f"{scheme} ")]
         of_scheme += [row for row in listed if row.startswith(f"{scheme} ")]
         assert len(of_scheme) == 2

@@ -237,16 +237,21 @@ def select_smoothing(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str,
 
 
 def _has_lossy_inputs(group: FusionGroup) -> bool:
-    """Return True if the inputs of a group lose much accuracy when they are quantized.
+    """Return True if the inputs of a group lose much accuracy when they are quantized."""
+    return _inputs_are_lossy(group.scheme, with_text=group.rounding != "nearest")
+
+
+def _inputs_are_lossy(scheme: Scheme, *, with_text: bool) -> bool:
+    """Return True if a scheme's inputs lose much accuracy, with weights rounded `with_text`.
 
     Integers round a value to 0 if it is small compared with the token's largest input. 4-bit floats
-    round a value to 0 if it is small compared with the largest value of its block. Groups with
-    4-bit inputs count only if their weights are rounded with the help of calibration text.
+    round a value to 0 if it is small compared with the largest value of its block. 4-bit inputs
+    count only if the weights are rounded with the help of calibration text.
     """
-    inputs = group.scheme.args.input_activations
+    inputs = scheme.args.input_activations
     if inputs is None or inputs.num_bits > 8:
         return False
-    return not inputs.is_float or (inputs.num_bits == 4 and group.rounding != "nearest")
+    return not inputs.is_float or (inputs.num_bits == 4 and with_text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,12 +289,16 @@ def calibration_need(plan: Plan) -> CalibrationNeed | None:
 def text_use(schemes: Iterable[Scheme], *, needed: bool) -> str:
     """Return whether calibration text is `needed`, `helps` or is `not needed` for these schemes.
 
-    Text that is not needed helps if weights have fewer than 8 bits, because they can be refitted.
+    Text that is not needed helps if weights have fewer than 8 bits, because they can be refitted,
+    and if inputs lose much accuracy, because they can be smoothed.
     """
     if needed:
         return "needed"
-    few_bits = any(scheme.args.weights.num_bits < 8 for scheme in schemes)
-    return "helps" if few_bits else "not needed"
+    helps = any(
+        scheme.args.weights.num_bits < 8 or _inputs_are_lossy(scheme, with_text=True)
+        for scheme in schemes
+    )
+    return "helps" if helps else "not needed"
 
 
 def statistics_need(plan: Plan) -> CalibrationNeed | None:

@@ -209,7 +209,7 @@ def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> It
 
 _LEGEND = {
     "bits": ("bits", "per weight, over all weights"),
-    "text": ("text", "calibration text, which makes rounding to few bits more accurate"),
+    "text": ("text", "calibration text, which makes the scheme more accurate if it helps"),
     "shapes": (
         "shapes",
         "whether vLLM runs all layers; if not, the size is for --on-unsupported-shape keep",
