@@ -342,7 +342,7 @@ def test_forms_of_rows(form: str) -> None:
     assert [each.stored for each in row.pictures] == stored
 
 
-PAGE = (ROOT / "vexport/docs/pictures.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "vexport/docs/picture-rows.md").read_text(encoding="utf-8")
 DOCUMENTED = re.findall(r"^\| `(\{.*\})`.* \| .* \|$", PAGE, re.MULTILINE)
 
 
