@@ -192,7 +192,7 @@ def find_section(name: str) -> ReferenceSection:
 
     For a scheme with arguments (W4A16_G64), return the section of its preset, or of another preset
     in the same format. For a GPU or its generation, return the section on GPUs. Otherwise, return
-    the only section with these words in its heading.
+    the only section with these words in its heading or names.
 
     Raises:
         InputError: If no section is found. The error names the nearest sections.
@@ -222,16 +222,17 @@ def find_section(name: str) -> ReferenceSection:
 
 
 def _nearest_sections(name: str) -> list[tuple[ReferenceSection, bool]]:
-    """Return the sections that contain all words of a name, and whether the heading has them.
+    """Return the sections that contain all words of a name, and whether their names contain them.
 
-    Sections with the words in their heading come first, then those that mention them most often for
-    their length. The rule book is left out: its sections are found by the IDs of rules.
+    Sections whose heading or names contain the words come first, then those that mention them most
+    often for their length. The rule book is left out: its sections are found by the IDs of rules.
     """
     words = [word.removesuffix("s") for word in re.findall(r"\w+", name.casefold())]
     found = []
     for section in all_sections():
-        body, title = section.text.casefold(), f"{section.page} {section.title}".casefold()
-        if section.page != RULE_BOOK and words and all(word in body for word in words):
+        body = section.text.casefold()
+        title = " ".join((section.page, section.title, *section.names)).casefold()
+        if section.page != RULE_BOOK and words and all(word in title + body for word in words):
             often = sum(map(body.count, words)) / math.sqrt(len(body))
             found.append((all(word in title for word in words), often, section))
     found.sort(key=lambda each: each[:2], reverse=True)
