@@ -172,8 +172,9 @@ def test_install_keeps_packages_of_vllm(extra: str) -> None:
     assert extra == "vllm" or "vllm" not in {each.name for each in needed}
 
 
-# vexport, Python's own modules, and the stubs that every type checker brings.
-NEED_NO_PACKAGE = {"vexport", "_typeshed", *sys.stdlib_module_names}
+# vexport, Python's own modules, the stubs that every type checker brings, and triton, which torch's
+# builds for GPUs bring.
+NEED_NO_PACKAGE = {"vexport", "_typeshed", "triton", *sys.stdlib_module_names}
 
 
 def imported() -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Options and scenarios that contradict each other or the model are refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -116,17 +117,22 @@ def test_kept_layers_must_fit_ranks(tmp_path: Path) -> None:
     assert_contains(ran.stdout, "321", "2 ranks")
 
 
+def refused(planned: str) -> str:
+    """Return the refusal of a plan, whose lines are wrapped."""
+    found = re.search(r"^refused .*(?:\n .*)*", planned, re.MULTILINE)
+    assert found is not None
+    return found[0]
+
+
 def test_unsupported_shape_names_remedies(tmp_path: Path) -> None:
     """48 columns are not a multiple of any group size that vLLM runs."""
     source = save_llama(tmp_path / "model", intermediate_size=48, num_hidden_layers=1)
-    planned = vexport("plan", source, "--scheme", "W4A16").stdout
-    (line,) = (line for line in planned.splitlines() if "refused" in line)
+    line = refused(vexport("plan", source, "--scheme", "W4A16").stdout)
     assert_contains(line, "another scheme", "`vexport plan MODEL`")
     assert_contains(line, "--on-unsupported-shape keep", "--ignore down_proj")
     assert "rule" not in line
     in_yaml = scenario(tmp_path, source, rules="[{match: Linear, scheme: W4A16}]")
-    planned = vexport("plan", in_yaml).stdout
-    (line,) = (line for line in planned.splitlines() if "refused" in line)
+    line = refused(vexport("plan", in_yaml).stdout)
     assert_contains(line, "on_unsupported_shape: keep", "rule with scheme: keep", "down_proj")
     assert "--" not in line
 

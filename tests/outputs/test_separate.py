@@ -28,6 +28,7 @@ NO_PATHS = {
         "engine_args",
         "name",
         "ignore_rules",
+        "others",  # the second model of `compare`, which is refused
     ),
     *(
         "model",
