@@ -141,6 +141,7 @@ def test_sha256sum_list(option: str, llama: Path, tmp_path: Path) -> None:
         if finding["check"] == "digests"
     ]
     assert {Path(finding["where"]).name for finding in digests} == {"config.json", "README.md"}
+    assert not any("hub" in finding["got"] for finding in digests)
 
 
 @pytest.mark.parametrize("line", ["/etc/passwd", "no digest", "sub/../../config.json", None])

@@ -67,6 +67,18 @@ def test_ids_are_made_of_the_names_of_tables_and_rules() -> None:
     assert len(all_rules()) == len(found)
 
 
+def test_each_rule_is_defined_once() -> None:
+    for path in sorted((PACKAGE / "rules").glob("*.py")):
+        names = [
+            target.id
+            for node in ast.parse(path.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        ]
+        assert sorted(names) == sorted(set(names)), path.name
+
+
 def test_each_rule_says_something_and_what_to_do() -> None:
     for _, _, rule in tables():
         assert rule.got or rule.need, rule.id

@@ -7,8 +7,6 @@ _LIST = (
     "publisher"
 )
 
-_DOWNLOAD = "download the file again"
-
 CHANGED_FILE = Rule(
     "digests/changed-file",
     claim="values",
@@ -27,21 +25,15 @@ OTHER_FILE = Rule(
 MISSING_FILE = Rule(
     "digests/missing-file",
     claim="values",
-    got="no such file, but digest {digest} is listed for it",
-    do=_LIST,
+    got="no such file, although its digest {digest} is recorded",
+    do="download or export the file again",
 )
 OTHER_THAN_HUB = Rule(
     "digests/other-than-hub",
     claim="values",
     got="digest {actual}",
     need="digest {digest}, as on the hub",
-    do=_DOWNLOAD,
-)
-MISSING_FILE = Rule(
-    "digests/missing-file",
-    claim="values",
-    got="a missing file, which the hub has with digest {digest}",
-    do=_DOWNLOAD,
+    do="download the file again",
 )
 NOT_VERIFIED = Rule(
     "digests/not-verified",
