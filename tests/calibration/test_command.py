@@ -167,6 +167,10 @@ def test_text_is_packed_by_default(tmp_path: Path) -> None:
     assert len(set(map(len, alone.token_ids))) <= 2
     assert packed.token_ids[0][: len(alone.token_ids[0])] == alone.token_ids[0]
     assert packed.token_ids[0].count(alone.token_ids[0][0]) == 1  # the BOS token
+    folder = tmp_path / "books"
+    folder.mkdir()
+    path.rename(folder / path.name)
+    assert read(folder).token_ids == packed.token_ids
     rows = write_rows(tmp_path / "rows.jsonl", *({"input_ids": [3, 4, 5]} for _ in range(20)))
     joined = read(rows, pack=True, samples=3, seq_len=8)
     assert joined.token_ids == (

@@ -347,9 +347,9 @@ class _RowReader:
         rows = raw_rows(data)
         first = list(islice(rows, 1))
         self._raw = chain(first, rows)
-        is_prose = data_suffix(parse_data(data.name).path) in TEXT
-        is_text = is_prose and bool(first) and isinstance(first[0].content, dict)
-        self.packs = is_text if data.pack is None else data.pack
+        file = first[0].file if first else None
+        is_prose = file is not None and data_suffix(file) in TEXT
+        self.packs = is_prose if data.pack is None else data.pack
 
     def read(self) -> Iterator[Row]:
         """Yield each valid row, until there are too many other rows."""
