@@ -515,8 +515,7 @@ def _version(text: str) -> tuple[int, int]:
 
 trust_option = option(
     "--trust-remote-code",
-    "Allow Python code from the checkpoint, and observers outside of installed packages and "
-    "PYTHONPATH.",
+    "Allow Python code from the checkpoint, and observers named package.module:Class.",
     heading="vLLM",
     flag=True,
 )

@@ -112,8 +112,7 @@ class RegisteredObserver(RegistryMixin):
             raise ValueError(
                 f"observer {name!r}: got {type(error).__name__}: {error}, need a class that "
                 f"can be imported; "
-                "install its package, or add its folder to PYTHONPATH (not a folder below the "
-                "current folder or the scenario)"
+                "install its package, or add its folder to PYTHONPATH"
             ) from error
         if not isinstance(kind, type) or not issubclass(kind, cls):
             raise ValueError(
