@@ -155,8 +155,9 @@ GateSetting = Annotated[
         "Metric of the verdict, for a task or for all tasks.",
         "Verdict",
         metavar="[TASK=]METRIC[:higher|:lower][,FILTER]",
-        unset="`exact_match`, else `acc`",
-        more='In a scenario `{gsm8k: "exact_match,flexible-extract", asr: "wer:lower"}`.',
+        unset="`exact_match`, else `acc`, else `pass@1`",
+        more='In a scenario `{gsm8k: "exact_match,flexible-extract", asr: "wer:lower"}`. See '
+        "[tasks and metrics](metrics.md#tasks-and-metrics).",
     ),
 ]
 
@@ -258,7 +259,8 @@ class ResponseSettings(ScenarioSection):
             "Apply the chat template.",
             "Prompts",
             unset="applied if the models have a template, except for suite `code`",
-            more="A name chooses one of several templates.",
+            more="Tasks that score plain text do not get it then, either. A name chooses one of "
+            "several templates.",
         ),
     ] = None
     fewshot_as_multiturn: Annotated[
@@ -324,7 +326,7 @@ class ResponseSettings(ScenarioSection):
             "Number of sampled responses per document, for tasks that generate text.",
             "Prompts",
             metavar="N",
-            more="Needs `gen_kwargs: {temperature: 0.6}`.",
+            more="Needs a temperature above 0, such as `gen_kwargs: {temperature: 0.6}`.",
         ),
     ] = 1
 
@@ -388,11 +390,11 @@ class ModelSettings(ScenarioSection):
     ] = None
     endpoint: Annotated[
         Url | None,
-        Key("Address of a server that runs the checkpoint, instead of an engine on this machine."),
+        Key("Address of a server that runs the checkpoint, for the tasks."),
     ] = None
     baseline_endpoint: Annotated[
         Url | None,
-        Key("Address of a server that runs the baseline."),
+        Key("Address of a server that runs the baseline, for the tasks."),
     ] = None
     tokenizer: Annotated[
         SourceSetting | None,
@@ -425,7 +427,7 @@ class TransportSettings(ScenarioSection):
         BatchSize,
         Field(union_mode="left_to_right"),
         Option(
-            "Number of requests that vLLM gets at once, or `auto` for all requests.",
+            "Number of requests that vLLM gets at once; `auto` is four times `max_num_seqs`.",
             "Tasks",
             metavar="N|auto",
         ),

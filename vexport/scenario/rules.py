@@ -222,8 +222,8 @@ ObserverSetting = Annotated[
         "Scheme",
         metavar="O",
         unset="depends on the rounding",
-        more="With rounding to nearest it is `memoryless_minmax`. With calibration text it is "
-        "`imatrix_mse` for INT2-INT7 and `nvfp4_expanded_imatrix` for NVFP4. See "
+        more="With rounding to nearest, and for 8 bits, it is `memoryless_minmax`. With `gptq` and "
+        "`refit` it is `imatrix_mse` for INT2-INT7 and `nvfp4_expanded_imatrix` for NVFP4. See "
         "[observers](observers.md).",
     ),
 ]

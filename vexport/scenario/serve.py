@@ -106,7 +106,13 @@ class EngineSettings(ScenarioSection):
     max_model_len: Annotated[
         int | None,
         Ge(1),
-        Option("Maximum length of a sequence in tokens.", "vLLM", unset="the model's"),
+        Option(
+            "Maximum length of a sequence in tokens.",
+            "vLLM",
+            unset="as needed",
+            more="Tasks of lm-eval get 4,096 tokens, or the model's maximum if it is smaller; a "
+            "longer prompt is an error. A dry load uses the model's maximum.",
+        ),
     ] = None
     enforce_eager: Annotated[
         bool | None,
