@@ -2,7 +2,14 @@
 
 import pytest
 
-from vexport.formats.gpus import CARDS, GENERATIONS, cards, find_card, parse_capability
+from vexport.formats.gpus import (
+    CARDS,
+    GENERATIONS,
+    cards,
+    find_card,
+    parse_capabilities,
+    parse_capability,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +46,19 @@ def test_capability_of_name() -> None:
 
 def test_duplicate_and_unknown_gpus() -> None:
     assert [card.name for card in cards(["H100", "h100 ", "L4"])] == ["H100", "L4"]
-    with pytest.raises(ValueError, match=r"'L41S' is not a known GPU.*--sm 89.*L40S"):
+    with pytest.raises(ValueError, match=r"'L41S' is not a known NVIDIA GPU.*mean L40S.*--sm 89"):
         cards(["L41S"])
+
+
+@pytest.mark.parametrize(
+    "name", ["MI300X", "AMD Instinct MI355X", "RX 7900 XTX", "Gaudi3", "TPUv5"]
+)
+def test_gpu_of_another_maker(name: str) -> None:
+    """MI300X resembles B300, but is no misspelled B300."""
+    for parse in (cards, parse_capabilities):
+        with pytest.raises(ValueError, match=r"NVIDIA GPU") as raised:
+            parse(name)
+        assert "Did you mean" not in str(raised.value)
 
 
 def test_table_of_gpus_is_plausible() -> None:

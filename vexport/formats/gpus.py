@@ -169,8 +169,8 @@ def parse_capabilities(value: Names) -> tuple[int, ...]:
         if number is None:
             known = ", ".join(map(str, GENERATIONS))
             raise ValueError(
-                f"{part!r} is not a known compute capability.{did_you_mean(part, CARDS)} Write "
-                f"90, 9.0 or a GPU such as H100. Known: {known}."
+                f"{part!r} is not a known compute capability of an NVIDIA GPU.{_similar(part)} "
+                f"Write 90, 9.0 or a GPU such as H100. Known: {known}."
             )
     return tuple(dict.fromkeys(filter(None, parsed.values())))
 
@@ -183,12 +183,22 @@ def cards(names: Names) -> tuple[Card, ...]:
         if card is None:
             written = name.strip()
             raise ValueError(
-                f"{written!r} is not a known GPU.{did_you_mean(written, CARDS)} For another GPU, "
-                f"use its compute capability (--sm 89, or sm=89 in Python). "
-                f"Known: {', '.join(CARDS)}."
+                f"{written!r} is not a known NVIDIA GPU, and vexport has no rules for GPUs of "
+                f"other makers.{_similar(written)} For another NVIDIA GPU, use its compute "
+                f"capability (--sm 89, or sm=89 in Python). Known: {', '.join(CARDS)}."
             )
         found[card.name] = card
     return tuple(found.values())
+
+
+def _similar(written: str) -> str:
+    """Return the question `did_you_mean` with similar names of the same series, or "".
+
+    The letters before the number name the series and the maker: MI300X resembles B300, but is no
+    misspelled B300.
+    """
+    first = _fold(written)[:1]
+    return did_you_mean(written, [name for name in CARDS if _fold(name).startswith(first)])
 
 
 def with_cards(sm: Sequence[int], gpus: Iterable[Card]) -> tuple[int, ...]:
