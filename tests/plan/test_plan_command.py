@@ -295,6 +295,11 @@ def test_recommendation_and_table_agree(llama: Path) -> None:
     assert re.search(r"^native .*W4A16: 16", printed, re.MULTILINE)
 
 
+def test_one_hidden_scheme_is_singular(llama: Path) -> None:
+    printed = vexport("plan", llama, "--gpu", "L40S").stdout
+    assert re.search(r"^not shown +1 scheme that .* --all$", printed, re.MULTILINE)
+
+
 def test_both_recommendations_are_next(llama: Path) -> None:
     ran = vexport("plan", llama, "--gpu", "H100")
     calls = [line.split()[-1] for line in ran.stdout.splitlines() if line.startswith("next ")]

@@ -140,7 +140,7 @@ def _schemes_on_all_gpus(schemes: SchemeTable, *, every: bool) -> Iterator[doc.P
             _LEGEND["bits"],
             _LEGEND["text"],
             ("best on", "generations of GPUs on which to start with this scheme"),
-            _not_shown(len(schemes.schemes) - len(best), "schemes for other purposes"),
+            _not_shown(len(schemes.schemes) - len(best), "for other purposes"),
             ("one GPU", mono(f"vexport plan {shlex.quote(schemes.source)} --gpu NAME")),
         )
         return
@@ -203,7 +203,7 @@ def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> It
         ("inputs in N bits", "the GPU computes with N bits for inputs, instead of the scheme's"),
         ("memory", "share of one GPU's memory that the weights take, or how many GPUs they need"),
         _LEGEND["shapes"],
-        _not_shown(hidden, "schemes that this GPU or model cannot use"),
+        _not_shown(hidden, "that this GPU or model cannot use"),
     )
 
 
@@ -218,7 +218,7 @@ _LEGEND = {
 
 
 def _not_shown(number: int, what: str) -> tuple[str, str] | None:
-    return ("not shown", f"{number} {what}: add --all") if number else None
+    return ("not shown", f"{plural(number, 'scheme')} {what}: add --all") if number else None
 
 
 def _outlook(scheme: SchemeOutlook) -> tuple[str, str, str, str]:
