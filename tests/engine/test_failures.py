@@ -20,6 +20,7 @@ NO_COMPILER = (
     "found in ('g++',)"
 )
 NO_EXPERTS = "NotImplementedError: No Int8 MoE backend supports the deployment configuration"
+NO_FP8_EXPERTS = "ValueError: Unsupported FP8 MoE backend: NONE"
 LOG = """\
 (EngineCore pid=9507) ERROR 11-20 22:18:48 [core.py:1512] Traceback (most recent call last):
 (EngineCore pid=9507) ERROR 11-20 22:18:48 [core.py:1512]     raise ValueError(
@@ -47,6 +48,7 @@ NO_KERNEL = "ValueError: Failed to find a kernel that can implement the WNA16 la
         (NO_SOFTCAP, "cpu", "unsupported"),
         (f"{NO_EXPERTS} (weight_key=...).", "cpu", "unsupported"),
         (f"{NO_EXPERTS} (weight_key=...).", "cuda", "refused"),
+        (NO_FP8_EXPERTS, "cpu", "unsupported"),
         ("RuntimeError: std::bad_alloc", "cpu", "out of memory"),
         ("RuntimeError: can't start new thread", "cpu", "out of memory"),
         ("ModuleNotFoundError: No module named 'flashinfer'", "cuda", "no package"),

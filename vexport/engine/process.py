@@ -39,7 +39,7 @@ _LONGEST_LINE = 4000
 # with AVX-512 or AMX" (v1/attention/backends/cpu_attn.py).
 _NO_CPU_KERNEL = re.compile(
     r"Failed to find a kernel|_C::\w+\(\)|'_C\w*' object has no attribute|not implemented for 'CPU"
-    r"|No .*MoE backend supports the deployment configuration"
+    r"|No .*MoE backend supports the deployment configuration|Unsupported .*MoE backend: NONE"
     r"|\bon CPU\b.*\brequires?\b|\b(requires?|supported)\b.*\bon CPU\b"
     r"|\bCPU(_ATTN)?\b[\w ]* (requires|only supports|does not support|doesn't support)\b"
 )
