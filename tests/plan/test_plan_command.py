@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.architectures.families import save_family
 from tests.architectures.test_families import plan_of
 from tests.command import ROOT, vexport
 from tests.texts import assert_contains
@@ -284,6 +285,15 @@ def test_emulation_depends_on_instructions(
 ) -> None:
     plan = plan_of(llama, scheme)
     assert all(is_emulated(group, flags) == emulated for group in plan.groups)
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "W4A16_G64", "FP8_BLOCK"])
+def test_experts_need_amx_on_a_cpu(tmp_path: Path, scheme: str) -> None:
+    plan = plan_of(save_family("mixtral", tmp_path), scheme)
+    experts = [group for group in plan.groups if ".experts." in group.name]
+    assert experts
+    assert all(is_emulated(group, {"avx512f"}) for group in experts)
+    assert not any(is_emulated(group, {"avx512f", "amx_tile"}) for group in experts)
 
 
 def test_recommendation_and_table_agree(llama: Path) -> None:

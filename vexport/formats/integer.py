@@ -276,6 +276,10 @@ class Int8(Format):
     def cpu(self, args: Arguments) -> Cpu:
         return "native"
 
+    def cpu_instructions(self, args: Arguments, *, experts: bool) -> str:
+        """Return AMX for routed experts (CPUExpertsInt8 in vLLM's fused_moe/experts/cpu_moe.py)."""
+        return AMX if experts else ""
+
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
         """Return the largest code of each row and the second largest possible code.
 
