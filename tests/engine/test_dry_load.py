@@ -268,6 +268,13 @@ def test_load_dry_command(good: Good, tmp_path: Path) -> None:
     assert rooms[0]["sequences"] == rooms[0]["kv_bytes"] // single["sequences"][0]["kv_bytes"]
 
 
+def test_room_follows_memory_utilization(good: Good) -> None:
+    options = ("--dry", "--gpu", "h100", "--gpu-memory-utilization", "0.5", "--format", "json")
+    (report,) = json.loads(vexport("load", good("NVFP4"), *options, "--quiet").stdout)
+    (rank,), (room,) = report["memory"], report["rooms"]
+    assert room["kv_bytes"] == int(0.5 * 81_559 * 2**20) - rank["weight_bytes"]
+
+
 SM = (75, 80, 89, 90, 100)
 COMPARED_SCHEMES = ("NVFP4", "MXFP4XFP8", "MXFP8", "FP8_BLOCK", "W4AFP8", "W4A16_ASYM")
 # With a head size of 64, 128, 256 or 512, FlashInfer runs an FP8 cache from SM 80. Other sizes

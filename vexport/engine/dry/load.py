@@ -35,7 +35,7 @@ from vexport.engine.messages import (
     Outcome,
 )
 from vexport.engine.session import NO_EMULATION, EngineFault, Worker, log_folder
-from vexport.formats.gpus import Card
+from vexport.formats.gpus import UTILIZATION, Card
 from vexport.names import SourceRef
 from vexport.records import (
     CellStatus,
@@ -553,6 +553,7 @@ def dry_load_checkpoints(
     for python in pythons:
         require_arguments([serve], python, dry=True)
     wanted = sm or tuple(dict.fromkeys(card.sm for card in gpus))
+    share = serve.gpu_memory_utilization or UTILIZATION
     per_python = [
         DryLoad(
             checkpoints=roots,
@@ -573,21 +574,25 @@ def dry_load_checkpoints(
             reports[number],
             checkpoint=str(ref),
             vllm_python=str(python or ""),
-            rooms=tuple(_gpu_rooms(reports[number].memory, gpus)),
+            rooms=tuple(_gpu_rooms(reports[number].memory, gpus, share)),
         )
         for number, ref in enumerate(refs)
         for python, reports in zip(pythons, per_python, strict=True)
     ]
 
 
-def _gpu_rooms(memory: Sequence[RankMemory], cards: Sequence[Card]) -> Iterator[GpuRoom]:
+def _gpu_rooms(
+    memory: Sequence[RankMemory], cards: Sequence[Card], share: float
+) -> Iterator[GpuRoom]:
     """Yield the number of sequences that fit, by card, tensor parallel size and sequence length.
+
+    `share` is the share of a card's memory that vLLM uses.
 
     The number is an upper bound, because it ignores the memory of activations and CUDA graphs. vLLM
     measures this memory when it starts (1 to 3 GB, more with long prompts).
     """
     for card, rank in product(cards, memory):
-        free = card.usable_bytes - rank.weight_bytes
+        free = int(card.memory_bytes * share) - rank.weight_bytes
         for sequence in rank.sequences:
             fitting = max(free, 0) // sequence.kv_bytes if sequence.kv_bytes else 0
             tokens = sequence.tokens
