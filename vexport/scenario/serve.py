@@ -218,7 +218,10 @@ class LoadSettings(ScenarioSection):
     compute: Annotated[
         tuple[str, ...],
         Field(min_length=1),
-        Key("Devices of the dry load: `cpu`, and compute capabilities such as `sm90`."),
+        Key(
+            "GPUs of the dry load: compute capabilities such as `sm90`, or names. With `cpu` "
+            "alone, there is no dry load."
+        ),
     ] = ("cpu",)
     canaries: Annotated[
         bool,
