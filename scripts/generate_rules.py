@@ -34,9 +34,9 @@ HEAD = """# Rule book
 
 <!-- scripts/generate_rules.py writes this page. -->
 
-Each finding and each error ends with the ID of its rule. `vexport explain ID` shows one rule.
-Words in capitals stand for the facts of a case. Rules on the files of a checkpoint can be
-[ignored](check.md#ignored-rules).
+Each finding and each error shows the ID of its rule in brackets. `vexport explain ID` shows one
+rule. Words in capitals stand for the facts of a case. Some facts, such as HINT and MORE, are empty
+in most cases. Rules on the files of a checkpoint can be [ignored](check.md#ignored-rules).
 """
 
 

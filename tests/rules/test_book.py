@@ -130,6 +130,13 @@ def test_a_part_may_be_left_out(rule: Rule, line: str) -> None:
     assert str(Finding.at(rule, "here")) == f"{line} [a/b]"
 
 
+def test_outline_separates_facts_from_words() -> None:
+    rule = Rule("a/b", got="0x{byte:02x} in {a}{b}", need="{count:# row}", do="correct it{hint}")
+    outline = rule.outline
+    assert (outline.got, outline.need) == ("0xBYTE in A B", "COUNT rows")
+    assert outline.do == "correct it HINT"
+
+
 def test_loaders_show_a_refusal_by_default() -> None:
     assert Rule("a/b", claim="refused").shown_by_loaders == ("refused",)
     assert Rule("a/b", "warning", "refused").shown_by_loaders == ()

@@ -11,6 +11,7 @@ A template is a format string with the names of facts:
 - `{names:or}` and `{names:and}` list names: "a, b or c".
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from string import Formatter
@@ -62,6 +63,8 @@ class _Outline(Formatter):
 
 _WORDS = _Words()
 _OUTLINE = _Outline()
+# Matches the begin of a fact right behind a word or another fact, except for a number such as 0xFF.
+_JOINED_FACT = re.compile(r"(?<=[A-Za-z}])(?<!0x)\{")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +117,9 @@ class Rule:
 
     @property
     def outline(self) -> "Sentences":
-        """The sentences with the names of the facts in capitals."""
-        got, need, do = (_OUTLINE.vformat(each, (), {}) for each in (self.got, self.need, self.do))
+        """The sentences with the names of the facts in capitals, apart from the words."""
+        templates = (_JOINED_FACT.sub(" {", each) for each in (self.got, self.need, self.do))
+        got, need, do = (_OUTLINE.vformat(each, (), {}) for each in templates)
         return Sentences(got=got, need=need, do=do)
 
     @property

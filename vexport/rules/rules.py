@@ -47,8 +47,9 @@ OBSERVER_CLASS = Rule(
 OBSERVER_IMPORTANCE = Rule(
     "rules/observer-importance",
     got="{observer}, which needs importance",
-    need="an observer that does not use importance: only imatrix_mse receives it",
-    do="use imatrix_mse",
+    need="an observer that does not use importance: only imatrix_mse and nvfp4_expanded_imatrix "
+    "receive it",
+    do="use one of these",
 )
 OBSERVER_RANGE = Rule(
     "rules/observer-range",
