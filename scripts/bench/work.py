@@ -278,7 +278,17 @@ def count_operations(meter: Meter) -> Any:
 
         return call
 
+    def with_tokens(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(sums: Any, first: Any, *args: Any, lower: bool, **kwargs: Any) -> None:
+            whole = 2 * first.numel() * sums.shape[1]
+            meter.operations[meter.kind] += whole / 2 if lower else whole
+            function(sums, first, *args, lower=lower, **kwargs)
+
+        return call
+
     wrap("vexport.quantize.gptq.round_compiled", with_columns)
+    wrap("vexport.numerics.bf16_products.add_bf16_product", with_tokens)
     return Mode()  # type: ignore[no-untyped-call]
 
 

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vexport.calibration.model import HiddenStates, joined, read_flags
 from vexport.errors import InputError
+from vexport.numerics.products import bf16_units
 from vexport.observers.flatten import channel_extremes
 from vexport.records import HeadRanges, KeyValueRanges
 from vexport.rules import calibration as rules
@@ -570,20 +571,8 @@ WIDENED_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def prefers_float32(device: str) -> bool:
-    """Return True if the device multiplies float32 faster than 16-bit floats.
-
-    This is the case for x86 CPUs without fast bf16 instructions. AMX counts as fast. AVX-512
-    BF16 counts as fast only on CPUs of other vendors than Intel.
-
-    Measured on a Sapphire Rapids CPU whose hypervisor hides AMX (one thread, 512 tokens, 576 x
-    1536): torch 2.13 multiplies bf16 at 84 GFLOPS and float32 at 154.
-    """
-    if device != "cpu" or not hasattr(torch.cpu, "get_capabilities"):  # torch is too old
-        return False
-    known = torch.cpu.get_capabilities()
-    is_intel = "Intel" in str(known.get("cpu_name"))
-    has_units = known.get("amx_bf16") or (known.get("avx512_bf16") and not is_intel)
-    return known["architecture"] == "x86_64" and not has_units
+    """Return True if the device multiplies float32 faster than 16-bit floats."""
+    return device == "cpu" and bf16_units() == "none"
 
 
 @contextmanager

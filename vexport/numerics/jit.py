@@ -79,6 +79,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 KERNELS = (
     "numerics/__init__.py",
     "numerics/arithmetic.py",
+    "numerics/bf16_products.py",
     "numerics/jit.py",
     "numerics/number_formats.py",
     "formats/packing/*.py",

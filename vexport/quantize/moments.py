@@ -4,17 +4,12 @@ GPTQ and refits need these sums. They are computed on the device of the tokens.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 
+from vexport.numerics.products import BLOCK_ROWS, add_product, exact_products
 from vexport.numerics.ranks import all_reduce
-
-# Number of columns of H per block. Only the blocks up to the diagonal are computed, which saves
-# half of the products.
-BLOCK_COLUMNS = 128
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,41 +45,23 @@ class Moments:
         `weights` (tokens,) float32 contains powers of two. `share` is a weight for all tokens of
         the call. Tokens added with a `share` are not counted in `tokens`.
         """
-        rows = quantized.reshape(-1, quantized.shape[-1])
+        rows = _wide(quantized.reshape(-1, quantized.shape[-1]))
+        weighed = rows if weights is None else rows * weights[:, None].to(rows.dtype)
         alpha = 1.0 if share is None else share
-        with exact_products(rows.dtype):
-            wide = rows.to(torch.float32)
-            weighed = wide if weights is None else wide * weights[:, None]
-            for first, last in _blocks(self.hessian):
-                block = self.hessian[first:last, :last]
-                block.addmm_(weighed[:, first:last].T, wide[:, :last], alpha=alpha)
-        if self.drift is not None:
-            assert source is not None
-            self._add_drift(rows, source.reshape(rows.shape), weights, alpha)
+        with exact_products(quantized.dtype):
+            add_product(self.hessian, weighed, rows, alpha=alpha, lower=True)
+            if self.drift is not None:
+                assert source is not None
+                self._add_drift(weighed, rows, source.reshape(rows.shape), alpha)
         if share is None:
             self.tokens += len(rows)
 
     def _add_drift(
-        self, inputs: torch.Tensor, exact: torch.Tensor, weights: torch.Tensor | None, alpha: float
+        self, weighed: torch.Tensor, rows: torch.Tensor, source: torch.Tensor, alpha: float
     ) -> None:
-        """Add the products of the inputs and of their differences from the source.
-
-        On a CPU, products of bf16 values are added up in float32 and rounded to bf16 once per row
-        of text. This halves the time. The rounding error is small, because the drift is small
-        compared to H. Other dtypes and devices compute in float32.
-        """
         assert self.drift is not None
-        if inputs.dtype != torch.bfloat16:
-            inputs, exact = inputs.to(torch.float32), exact.to(torch.float32)
-        change = exact.to(inputs.dtype) - inputs
-        weighed = inputs if weights is None else inputs * weights[:, None].to(inputs.dtype)
-        if inputs.device.type != "cpu":  # a GPU may add up parts of a sum in bf16
-            with exact_products(inputs.dtype):
-                self.drift.addmm_(
-                    weighed.to(torch.float32).T, change.to(torch.float32), alpha=alpha
-                )
-            return
-        self.drift.add_(weighed.T @ change, alpha=alpha)
+        change = _wide(source).to(rows.dtype) - rows
+        add_product(self.drift, weighed, change, alpha=alpha)
 
     def all_reduce(self) -> None:
         """Sum the moments over all ranks. Every rank must call this."""
@@ -106,25 +83,10 @@ class Moments:
 
 
 def _blocks(matrix: torch.Tensor) -> Iterator[tuple[int, int]]:
-    for first in range(0, len(matrix), BLOCK_COLUMNS):
-        yield first, min(first + BLOCK_COLUMNS, len(matrix))
+    for first in range(0, len(matrix), BLOCK_ROWS):
+        yield first, min(first + BLOCK_ROWS, len(matrix))
 
 
-@contextmanager
-def exact_products(dtype: torch.dtype) -> Iterator[None]:
-    """Use faster units for float32 products of 16-bit values inside the block.
-
-    These units are the bf16 units of a CPU or the TF32 units of a GPU.
-
-    The product of two 16-bit values is exact in float32, and sums are computed in float32. Only the
-    order of the sum differs, which changes the result by about 1e-6.
-    """
-    cpu: SimpleNamespace = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # in no stub
-    gpu = torch.backends.cuda.matmul
-    before = cpu.fp32_precision, gpu.fp32_precision
-    cpu.fp32_precision = "bf16" if dtype == torch.bfloat16 else before[0]
-    gpu.fp32_precision = "tf32" if dtype in (torch.bfloat16, torch.float16) else before[1]
-    try:
-        yield
-    finally:
-        cpu.fp32_precision, gpu.fp32_precision = before
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """Return float16 as float32, because a float16 value times a token's weight can overflow."""
+    return values if values.dtype == torch.bfloat16 else values.to(torch.float32)
