@@ -21,6 +21,7 @@ from tests.models import write_calibration
 from tests.mutations.edits import Tensors, copy_prefix, tensors
 from tests.quantize import plain_experts
 from vexport.calibration import calibrate, read_samples
+from vexport.calibration.attention import causal_attention
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
@@ -133,9 +134,11 @@ def test_kv_cache_is_calibrated_with_quantized_weights(text: Path, tmp_path: Pat
         CalibrationData(name=str(text), samples=8, seq_len=24), source, vocab_size=100
     )
     copy = dequantized(source, tmp_path / "out", tmp_path / "copy")
-    exact, quantized = (
-        calibrate(LayerWalk(read_index(folder)), plan, rows).kv_ranges for folder in (source, copy)
-    )
+    with causal_attention("cpu"):
+        exact, quantized = (
+            calibrate(LayerWalk(read_index(folder)), plan, rows).kv_ranges
+            for folder in (source, copy)
+        )
     assert len(quantized) == 3
     assert report.cached == quantized
     assert report.cached != exact

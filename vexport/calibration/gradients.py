@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from vexport.calibration.attention import causal_attention
 from vexport.calibration.capture import float32_head_gradient
 from vexport.calibration.data import Samples
 from vexport.calibration.inputs import Counted, expert_runner_of
@@ -67,7 +68,8 @@ class Gradients:
 
     def _run(self, samples: Samples, on_progress: OnProgress) -> None:
         walk = self._walk
-        with walk.start(samples, stage=GRADIENTS, on_progress=on_progress) as hidden:
+        text = walk.start(samples, stage=GRADIENTS, on_progress=on_progress)
+        with causal_attention(walk.device), text as hidden:
             for index in range(len(hidden)):
                 self._layer_inputs.append(hidden[index])
             # Each layer runs forward and backward. The head runs once, between the two passes.
@@ -148,7 +150,7 @@ class Gradients:
         for part, error in zip(
             torch.split(logits[0], rows), torch.split(errors[0], rows), strict=True
         ):
-            probabilities = torch.softmax(part.to(torch.float32), -1)
+            probabilities = torch.softmax(part, -1, dtype=torch.float32)
             ends = probabilities.cumsum(-1)
             share = torch.rand(len(probabilities), 1, generator=self._generator)
             share = share.to(logits.device, non_blocking=True)
@@ -272,8 +274,9 @@ class TokenWeigher:
             output.register_hook(add_gradient)  # type: ignore[no-untyped-call]
 
     def _add_gradient(self, name: str, counted: Counted, gradient: torch.Tensor) -> None:
-        squares = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32).square().sum(-1)
-        self._seen.append((name, squares, counted))
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
+        self._seen.append((name, norms.square(), counted))
 
     def _add(self, name: str, squares: torch.Tensor, counted: Counted) -> None:
         if len(squares) not in self._lengths:  # the module did not see every token

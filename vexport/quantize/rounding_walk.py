@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from vexport.calibration.attention import causal_attention
 from vexport.calibration.capture import watch_attention
 from vexport.calibration.data import Samples
 from vexport.calibration.inputs import GroupInputs, Value, counted_rows
@@ -81,7 +82,7 @@ def round_weights(
             stage=ROUND,
             on_progress=on_progress,
         )
-        with text as source:
+        with causal_attention(walk.device), text as source:
             watcher = RoundingWatcher(
                 walk, plan, calibration, statistics, done, source, samples.counted_tokens
             )

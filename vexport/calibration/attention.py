@@ -1,0 +1,169 @@
+"""Compute causal attention with the bf16 units of a CPU.
+
+torch's attention for CPUs computes scores above the diagonal, too, and needs about twice as long
+(one thread of an AMD Zen 5 CPU, 512 tokens, 9 heads of 64: 7.3 ms against 3.0 ms, and 21 ms against
+12 ms with gradients).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from vexport.calibration.capture import AttentionFunction, prefers_float32, replaced_attention
+from vexport.numerics.products import exact_products
+
+# Number of scores in memory at a time. They fit into a core's cache.
+CHUNK_SCORES = 1 << 18
+# Minimum number of tokens whose scores are computed at a time.
+LEAST_TOKENS = 16
+
+
+@contextmanager
+def causal_attention(device: str) -> Iterator[None]:
+    """Compute causal attention of bf16 values in chunks inside the block, if that is faster.
+
+    Scores, sums and probabilities have the same precision as in torch's attention. Only the order
+    of operations differs. Attention with a mask is not changed.
+    """
+    if device != "cpu" or prefers_float32(device):
+        yield
+        return
+    attend = partial(_attention, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    with replaced_attention({"sdpa": attend}):
+        yield
+
+
+def _attention(
+    attend: AttentionFunction,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    is_plain = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    has_bf16 = {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
+    has_mask = attention_mask is not None or position_bias is not None or dropout > 0
+    if is_plain and has_bf16 and not has_mask and query.shape[2] == key.shape[2]:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return causal_product(query, key, value, scale), None
+    return attend(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=is_causal,
+        position_bias=position_bias,
+        **kwargs,
+    )
+
+
+def causal_product(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Return the causal attention of bf16 states (batch, heads, tokens, size).
+
+    Several heads of `query` may share a head of `key` and `value`. The result is (batch, tokens,
+    heads, size of `value`). `scale` multiplies the scores.
+    """
+    output: torch.Tensor = _CausalProduct.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _CausalProduct(torch.autograd.Function):
+    """Computes `causal_product` and its gradients for some tokens at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        batch, heads, tokens, _ = query.shape
+        ctx.scale = scale  # type: ignore[attr-defined]  # an attribute of the function
+        values = value.reshape(-1, tokens, value.shape[-1])
+        output = value.new_empty(tokens, len(values), heads // key.shape[1], value.shape[-1])
+        for chunk, _, shares in _chunks(query, key, scale):
+            mixed = torch.bmm(shares.to(value.dtype), values[:, : chunk.stop])
+            output[chunk] = _by_token(mixed, output[chunk])
+        by_row = output.view(tokens, batch, heads, -1).transpose(0, 1)
+        ctx.save_for_backward(query, key, value, by_row)
+        return by_row
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.BackwardCFunction, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
+        query, key, value, output = saved
+        empty = query.new_empty(1, 1, 1)
+        tokens, size = key.shape[2:]
+        scale: float = ctx.scale  # type: ignore[attr-defined]  # set by `forward`
+        keys, values = (states.reshape(-1, tokens, states.shape[-1]) for states in (key, value))
+        shape = (len(keys), query.shape[1] // key.shape[1], tokens, -1)
+        wanted = gradient.transpose(1, 2).reshape(shape)
+        means = (gradient.to(torch.float32) * output).sum(-1).transpose(1, 2).reshape(shape)
+        query_gradient = query.new_empty(shape[:3] + (size,))
+        key_gradient, value_gradient = (
+            torch.zeros_like(states, dtype=torch.float32) for states in (keys, values)
+        )
+        for chunk, rows, shares in _chunks(query, key, scale):
+            last = chunk.stop
+            error = wanted[:, :, chunk].flatten(1, 2)
+            transposed = shares.to(value.dtype).transpose(1, 2)
+            value_gradient[:, :last].add_(torch.bmm(transposed, error))
+            errors = torch.bmm(error, values[:, :last].transpose(1, 2)).to(torch.float32)
+            errors = errors.sub_(means[:, :, chunk].flatten(1, 2)).mul_(shares).to(key.dtype)
+            query_gradient[:, :, chunk] = torch.baddbmm(
+                empty, errors, keys[:, :last], beta=0, alpha=scale
+            ).view_as(query_gradient[:, :, chunk])
+            key_gradient[:, :last].add_(torch.bmm(errors.transpose(1, 2), rows), alpha=scale)
+        return (
+            query_gradient.view_as(query),
+            key_gradient.to(key.dtype).view_as(key),
+            value_gradient.to(value.dtype).view_as(value),
+            None,
+        )
+
+
+def _chunks(
+    query: torch.Tensor, key: torch.Tensor, scale: float
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Yield some tokens at a time, with their queries and their probabilities in float32.
+
+    Probabilities are (heads of `key`, tokens of all heads that share it, tokens up to the last).
+    """
+    batch, heads, tokens, size = query.shape
+    keys = key.reshape(-1, tokens, size).to(torch.float32).transpose(1, 2).contiguous()
+    queries = query.reshape(len(keys), -1, tokens, size)
+    step = max(LEAST_TOKENS, CHUNK_SCORES // (batch * heads * tokens))
+    later = torch.full((step, step), -torch.inf).triu_(1)
+    for first in range(0, tokens, step):
+        chunk = slice(first, min(first + step, tokens))
+        count = chunk.stop - first
+        rows = queries[:, :, chunk].flatten(1, 2)
+        wide = rows.to(torch.float32)
+        empty = wide.new_empty(1, 1, 1)
+        with exact_products(torch.bfloat16):
+            scores = torch.baddbmm(empty, wide, keys[..., : chunk.stop], beta=0, alpha=scale)
+        scores.view(-1, count, chunk.stop)[..., first:].add_(later[:count, :count])
+        yield chunk, rows, torch.softmax(scores, -1)
+
+
+def _by_token(mixed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    count, heads, shared, size = like.shape
+    return mixed.view(heads, shared, count, size).permute(2, 0, 1, 3)
