@@ -239,6 +239,8 @@ def operations_of(name: str, args: Sequence[Any]) -> float:
         operations = 2 * shapes[0].numel() * shapes[1][-1]
     elif name in ("addmm", "addmm_", "baddbmm", "baddbmm_"):
         operations = 2 * shapes[1].numel() * shapes[2][-1]
+    elif name == "mkldnn_linear":
+        operations = 2 * shapes[0].numel() * shapes[1][0]
     elif name.startswith("_scaled_dot_product"):
         is_backward = name.endswith("backward")
         query, key = shapes[1:3] if is_backward else shapes[:2]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vexport.numerics import products
-from vexport.numerics.products import add_product, bf16_units
+from vexport.numerics.products import add_product, bf16_units, product
 
 # (tokens, rows, columns): whole blocks, incomplete blocks, odd tokens, several passes.
 SHAPES = [(512, 96, 96), (513, 100, 77), (1300, 50, 200), (7, 3, 1), (1, 8, 48), (0, 9, 9)]
@@ -62,3 +62,10 @@ def test_sums_do_not_depend_on_the_number_of_threads() -> None:
         made.append(sums.tril())
     numba.set_num_threads(before)
     assert all(torch.equal(sums, made[0]) for sums in made)
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(5, 7, 3), (64, 128, 200), (1, 1, 1)])
+def test_product_is_float32(rows: int, inner: int, columns: int) -> None:
+    first, second = torch.randn(inner, rows).T, torch.randn(inner, columns)
+    exact = first.double() @ second.double()
+    assert torch.allclose(product(first, second).double(), exact, rtol=1e-5, atol=1e-5)

@@ -55,7 +55,7 @@ def codes(values: torch.Tensor) -> torch.Tensor:
 def rounded(strength: float) -> torch.Tensor:
     """Return the weight in 4 bits after a refit of the given strength."""
     moments = Moments(hessian=HESSIAN, drift=CROSS - HESSIAN, tokens=1)
-    refitted = refit(WEIGHT, moments, strength=strength, ridge=RIDGE)
+    refitted = refit(WEIGHT, moments, factor(), strength=strength)
     scale = GOLDEN["scale"]
     form = integer_format(4)
     return round_columns(refitted, factor(), Grid(form=form, scale=scale, zero=0 * scale, width=16))

@@ -53,6 +53,19 @@ def exact_products(dtype: torch.dtype) -> Iterator[None]:
         cpu.fp32_precision, gpu.fp32_precision = before
 
 
+def product(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return the product of two float32 matrices, computed in float32.
+
+    On a CPU oneDNN computes it. On an AMD CPU this takes half of the time of MKL, which torch uses
+    by default.
+    """
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if first.device.type != "cpu" or not has_onednn:
+        return first @ second
+    made: torch.Tensor = torch.nn.functional.linear(first.to_mkldnn(), second.T.to_mkldnn())
+    return made.to_dense()
+
+
 def add_product(
     sums: torch.Tensor,
     first: torch.Tensor,

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import reduce
 from importlib.util import find_spec
 from shutil import which
 
@@ -27,6 +28,7 @@ from vexport.numerics import tensors
 from vexport.numerics.arithmetic import Floats, round_to
 from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
 from vexport.numerics.number_formats import F32, NumberFormat
+from vexport.numerics.products import product
 from vexport.numerics.tensors import TensorFormat
 from vexport.observers.search import format_of
 from vexport.quantize.moments import Moments
@@ -35,6 +37,8 @@ from vexport.quantize.moments import Moments
 TILE_ROWS = 64
 # Columns per block. A single matrix product corrects all later columns for the errors of a block.
 BLOCK_COLUMNS = 128
+# Number of columns of a matrix that LAPACK factorizes without splitting it.
+LAPACK_COLUMNS = 256
 # Number of attempts to factorize H. Each attempt uses ten times the damping of the attempt before
 # it. If all attempts fail, the weight is rounded to nearest.
 DAMPING_ATTEMPTS = 4
@@ -158,29 +162,40 @@ def factorize(hessian: torch.Tensor, damping: float) -> Factor | None:
     dead = diagonal == 0
     order = torch.argsort(diagonal, descending=True, stable=True)
     mean = diagonal.sum() / max(1, int((~dead).sum()))
-    ordered = hessian.index_select(0, order).index_select(1, order)
+    last_first = order.flip(0)
+    ordered = hessian.index_select(0, last_first).index_select(1, last_first)
     for attempt in range(DAMPING_ATTEMPTS):
         share = damping * 10**attempt
         damped = ordered.clone()
-        damped.diagonal().add_(torch.where(dead, 1.0, share * mean)[order])
-        upper = _inverse_factor(damped)
-        if upper is not None:
+        damped.diagonal().add_(torch.where(dead, 1.0, share * mean)[last_first])
+        lower = _inverse_of_cholesky(damped)
+        if bool(torch.isfinite(lower.sum())):
+            upper = lower.flip(0, 1)
             return Factor(upper=upper, order=order, damping=share, dead=int(dead.sum()))
     return None
 
 
-def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
-    """Return U, upper, with U^T U = H^-1.
+def _inverse_of_cholesky(hessian: torch.Tensor) -> torch.Tensor:
+    """Return L^-1, lower, with L L^T = H. Its sum is NaN if H is not positive definite.
 
-    U is the inverse of the Cholesky factor R, upper, with R R^T = H. Returns None if H is not
-    positive definite.
+    On a CPU a large matrix is split into halves, so that nearly all operations are products of
+    matrices. These have a higher rate than LAPACK's routines.
     """
-    lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
-    if failed:
-        return None
-    eye = torch.eye(len(hessian), device=hessian.device)
-    upper = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
-    return upper.contiguous() if bool(torch.isfinite(upper).all()) else None
+    size = len(hessian)
+    if size <= LAPACK_COLUMNS or hessian.device.type != "cpu":
+        lower, failed = torch.linalg.cholesky_ex(hessian)
+        eye = torch.eye(size, device=hessian.device)
+        solved: torch.Tensor = torch.linalg.solve_triangular(lower, eye, upper=False)
+        return torch.where(failed == 0, solved, torch.nan)
+    half = size // 2
+    first = _inverse_of_cholesky(hessian[:half, :half])
+    between = product(hessian[half:, :half], first.T)
+    second = _inverse_of_cholesky(hessian[half:, half:] - product(between, between.T))
+    inverse = torch.zeros_like(hessian)
+    inverse[:half, :half] = first
+    inverse[half:, half:] = second
+    inverse[half:, :half] = product(product(second, between), first).neg_()
+    return inverse
 
 
 @compiled()
@@ -275,19 +290,28 @@ def round_block(
         )
 
 
-def refit(weight: torch.Tensor, moments: Moments, *, strength: float, ridge: float) -> torch.Tensor:
+def refit(
+    weight: torch.Tensor, moments: Moments, factor: Factor, *, strength: float
+) -> torch.Tensor:
     """Return the weight (out, in) float32, corrected for the inputs of the quantized model.
 
-    `ridge` times the mean of H's diagonal is added to the diagonal, so that H is positive definite.
+    `factor` is the factor of the moments' damped H.
     """
     assert moments.drift is not None
-    if not moments.hessian.diagonal().any():  # the layer's input is zero for every token
-        return weight.clone()
-    damped = moments.hessian.clone()
-    damped.diagonal().add_(ridge * moments.hessian.diagonal().mean())
-    lower = torch.linalg.cholesky(damped)
-    correction = torch.cholesky_solve(moments.drift @ weight.T, lower).T
-    return torch.add(weight, correction, alpha=strength)
+    drift = moments.drift.index_select(0, factor.order).T
+    matrices = (drift, factor.upper.T, factor.upper)
+    # A weight with more rows than columns comes last, because the products then have fewer rows.
+    correction = (
+        product(weight, reduce(product, matrices))
+        if len(weight) > len(drift)
+        else reduce(product, matrices, weight)
+    )
+    return torch.add(weight, _natural_order(correction, factor), alpha=strength)
+
+
+def _natural_order(values: torch.Tensor, factor: Factor) -> torch.Tensor:
+    """Return columns in the order of rounding (out, in) as the weight's columns."""
+    return values.index_select(1, torch.argsort(factor.order))
 
 
 def round_nearest(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -312,7 +336,7 @@ def round_columns(weight: torch.Tensor, factor: Factor, grid: Grid) -> torch.Ten
     """Return the rounded weight (out, in) float32. All of its values are numbers of the grid."""
     values = weight.to(torch.float32).index_select(1, factor.order)
     (round_compiled if values.device.type == "cpu" else round_blocks)(values, factor, grid)
-    return values.index_select(1, torch.argsort(factor.order))
+    return _natural_order(values, factor)
 
 
 def round_blocks(values: torch.Tensor, factor: Factor, grid: Grid) -> None:

@@ -9,6 +9,7 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_weight
 from vexport.formats.packing.base import Array, RoundedWeight, Scales
 from vexport.formats.plan import FusionGroup
+from vexport.numerics.products import product
 from vexport.numerics.ranks import gather, rank_and_size
 from vexport.quantize.gptq import (
     Factor,
@@ -117,7 +118,7 @@ def round_group(
     source = torch.cat([weight.to(moments.hessian.device).to(torch.float32) for weight in weights])
     wanted = source
     if factor and strength.strength:
-        wanted = refit(source, moments, strength=strength.strength, ridge=factor.damping)
+        wanted = refit(source, moments, factor, strength=strength.strength)
     sizes = [len(weight) for weight in weights]
     scales, grid = _scales_and_grid(group, torch.split(wanted, sizes), moments, index)
     rounded = round_columns(wanted, factor, grid) if factor else round_nearest(wanted, grid)
@@ -189,11 +190,10 @@ def _errors(
         source.device, torch.int64
     )
     exact = source[rows]
-    signal = float((exact @ hessian * exact).sum())
+    to_nearest = round_nearest(wanted[rows], grid.rows(rows)) - exact
+    outputs = torch.stack([exact, to_nearest, rounded[rows] - exact])
+    moments = product(outputs.flatten(0, 1), hessian).view_as(outputs)
+    signal, before, after = (moments * outputs).sum((1, 2)).tolist()
     if not signal:
         return 0.0, 0.0
-    to_nearest = round_nearest(wanted[rows], grid.rows(rows)) - exact
-    as_rounded = rounded[rows] - exact
-    before = float((to_nearest @ hessian * to_nearest).sum())
-    after = float((as_rounded @ hessian * as_rounded).sum())
     return before / signal, after / signal
