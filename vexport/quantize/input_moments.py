@@ -47,6 +47,8 @@ class InputMoments:
         self._no_refit = no_refit
         self.sites: Sequence[Site] = [site for site in inputs.sites if site.groups_rounded_by_text]
         self._moments = {site.name: self._zeros(site) for site in self.sites}
+        # Weights of tokens by the site and the number of tokens in a row.
+        self._weights = dict[tuple[str, int], torch.Tensor | None]()
 
     def _zeros(self, site: Site) -> Moments:
         has_drift = any(
@@ -118,16 +120,22 @@ class InputMoments:
         return strength_of(group) if site.is_aligned and not self._no_refit else GPTQ
 
     def _token_weights(self, site: Site, tokens: torch.Tensor, rows: int) -> torch.Tensor | None:
+        number = tokens.numel() // tokens.shape[-1] // rows
+        if (site.name, number) not in self._weights:
+            weights = self._weights_of(site, number)
+            self._weights[site.name, number] = (
+                None if weights is None else weights.to(tokens.device, non_blocking=True)
+            )
+        of_row = self._weights[site.name, number]
+        return None if of_row is None else of_row.repeat(rows)
+
+    def _weights_of(self, site: Site, tokens: int) -> torch.Tensor | None:
         if not all(
             self._strength(group, site).weighs_tokens for group in site.groups_rounded_by_text
         ):
             return None
-        number = tokens.numel() // tokens.shape[-1] // rows
         known = self._model.calibration.token_weights
-        token_weights = token_weights_of(known, self._inputs.modules_of(site), number)
-        if token_weights is None:
-            return None
-        return token_weights.repeat(rows).to(tokens.device, non_blocking=True)
+        return token_weights_of(known, self._inputs.modules_of(site), tokens)
 
     def _add_down(
         self,
