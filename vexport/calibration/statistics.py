@@ -131,20 +131,18 @@ class Statistics:
             self.routed[name] = self.routed[name] + counts if name in self.routed else counts
         finite = list[tuple[str, torch.Tensor]]()
         last: torch.Tensor | None = None
-        added: Importance | None = None
         for site in sites if self.inputs or self.importance else ():
             for layer, activation in inputs.values(site, value, all_experts=self.all_experts):
                 if not activation.numel():
                     continue
                 if activation is not last:  # q, k and v share an input
-                    last, added = activation, None
+                    last = activation
                     rows = channel_extremes(activation)
                     finite.append((layer, torch.isfinite(rows).all()))
                 if layer in self.inputs:
                     observe_activation(self.inputs[layer], activation, rows)
                 if layer in self.importance and counted is None:
-                    added = added or Importance.of(activation)
-                    self.importance[layer].join(added)
+                    self.importance[layer].add(activation)
             if counted is not None:
                 self._add_importance(inputs, site, of_counted)
         return finite
