@@ -137,7 +137,7 @@ def print_forecasts(scheme: str, tokens: int) -> None:
             plan, samples=tokens // SEQ_LEN, seq_len=SEQ_LEN
         )
         cells = [largest_layer(plan), waiting_bytes(plan.groups, tokens), 2 * 4 * widest**2]
-        hours = operations / duration.CPU_SPEED / CPUS / 3600
+        hours = operations / duration.CORE_SPEED / CPUS / 3600
         print(f"{name:10}" + "".join(f"{cell / 1e9:6.2f} GB" for cell in cells) + f"{hours:8.1f}")
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from vexport.numerics import products
-from vexport.numerics.products import add_product, bf16_units, product
+from vexport.numerics.cpu import bf16_units
+from vexport.numerics.products import add_product, product
 
 # (tokens, rows, columns): whole blocks, incomplete blocks, odd tokens, several passes.
 SHAPES = [(512, 96, 96), (513, 100, 77), (1300, 50, 200), (7, 3, 1), (1, 8, 48), (0, 9, 9)]

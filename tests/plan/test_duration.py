@@ -1,7 +1,6 @@
 """The time of calibration that is estimated before it begins."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,11 @@ from tests.texts import assert_contains
 from vexport.api import plan
 from vexport.checkpoint.index import read_index
 from vexport.plan.duration import (
-    CPU_SPEED,
     LONG_SECONDS,
     about_minutes,
     calibration_seconds,
     duration_line,
+    speed,
     tower_operations,
 )
 from vexport.rules.quantize import NEAREST_TOWER
@@ -58,7 +57,7 @@ def test_pictures_take_time(tmp_path: Path) -> None:
         calibration_seconds(seeing, samples=8, seq_len=64, pictures=operations)
         for operations in (0.0, 1e12)
     )
-    assert both - text == pytest.approx(1e12 / (CPU_SPEED * len(os.sched_getaffinity(0))))
+    assert both - text == pytest.approx(1e12 / speed())
 
 
 def test_tower_is_noted_once(tmp_path: Path) -> None:

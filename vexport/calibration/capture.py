@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vexport.calibration.model import HiddenStates, joined, read_flags
 from vexport.errors import InputError
-from vexport.numerics.products import bf16_units
+from vexport.numerics.cpu import bf16_units
 from vexport.observers.flatten import channel_extremes
 from vexport.records import HeadRanges, KeyValueRanges
 from vexport.rules import calibration as rules

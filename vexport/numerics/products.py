@@ -2,35 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from types import SimpleNamespace
-from typing import Literal
 
 import torch
+
+from vexport.numerics.cpu import bf16_units
 
 # Number of rows of sums per block. Without the blocks above the diagonal, nearly half of the
 # operations are saved.
 BLOCK_ROWS = 128
-
-
-@cache
-def bf16_units() -> Literal["amx", "avx512", "none", "unknown"]:
-    """Return the fast units of an x86 CPU for products of bf16 values.
-
-    AVX-512 BF16 counts as fast only on CPUs of other vendors than Intel.
-
-    Measured on a Sapphire Rapids CPU whose hypervisor hides AMX (one thread, 512 tokens, 576 x
-    1536): torch 2.13 multiplies bf16 at 84 GFLOPS and float32 at 154.
-    """
-    if not hasattr(torch.cpu, "get_capabilities"):  # torch is too old
-        return "unknown"
-    known = torch.cpu.get_capabilities()
-    if known["architecture"] != "x86_64":
-        return "unknown"
-    if known.get("amx_bf16"):
-        return "amx"
-    is_intel = "Intel" in str(known.get("cpu_name"))
-    return "avx512" if known.get("avx512_bf16") and not is_intel else "none"
 
 
 @contextmanager

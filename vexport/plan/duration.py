@@ -8,6 +8,7 @@ from vexport.architectures import resolve
 from vexport.architectures.linears import names_of
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats.plan import FusionGroup, Plan
+from vexport.numerics.cpu import bf16_units
 from vexport.plan.rules import SMOOTHING_ROWS, TOKEN_WEIGHT_ROWS, rounds_with_text
 
 # Time per weight to search scales and to round column by column, as the number of float32
@@ -16,9 +17,10 @@ from vexport.plan.rules import SMOOTHING_ROWS, TOKEN_WEIGHT_ROWS, rounds_with_te
 # 6 layers of SmolLM2-135M in W4A16_G64): a layer of 3.5 million weights took 0.7 s in all with 256
 # tokens. With 2,048 tokens it took 1.24 s, and the estimate is 1.28 s.
 ROUNDING_PER_WEIGHT = 14_000
-# Operations of one CPU in a second of calibration. SmolLM2-135M in W4A16_G64 with 16 samples of 256
-# tokens reached 31e9 with AVX-512 and 12e9 without it, on two CPUs.
-CPU_SPEED = 20e9
+# Operations of a CPU core in a second of calibration. SmolLM2-135M in W4A16_G64 with 16 samples of
+# 256 tokens reached 31e9 with AVX-512 and 12e9 without it. A Zen 5 CPU, which has units for bf16,
+# reached 233e9 with 16 samples of 512 tokens, and 250e9 with 64 samples.
+CORE_SPEED, BF16_CORE_SPEED = 20e9, 150e9
 # Channels of a picture.
 _CHANNELS = 3
 # Shorter calibrations get no line about their duration.
@@ -30,9 +32,14 @@ def calibration_seconds(plan: Plan, *, samples: int, seq_len: int, pictures: flo
 
     `pictures` is the result of `tower_operations`.
     """
-    speed = CPU_SPEED * len(os.sched_getaffinity(0))
     operations = calibration_operations(plan, samples=samples, seq_len=seq_len, pictures=pictures)
-    return operations / speed
+    return operations / speed()
+
+
+def speed() -> float:
+    """Return the operations in a second of calibration on the cores that this process may use."""
+    has_units = bf16_units() in ("amx", "avx512")
+    return (BF16_CORE_SPEED if has_units else CORE_SPEED) * len(os.sched_getaffinity(0))
 
 
 def tower_operations(index: SourceIndex, values: int) -> float:
