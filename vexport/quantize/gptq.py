@@ -170,7 +170,7 @@ def factorize(hessian: torch.Tensor, damping: float) -> Factor | None:
         damped.diagonal().add_(torch.where(dead, 1.0, share * mean)[last_first])
         lower = _inverse_of_cholesky(damped)
         if bool(torch.isfinite(lower.sum())):
-            upper = lower.flip(0, 1)
+            upper = lower.flip(0, 1).contiguous()
             return Factor(upper=upper, order=order, damping=share, dead=int(dead.sum()))
     return None
 
