@@ -74,6 +74,12 @@ def test_paths_are_relative_to_scenario(tmp_path: Path) -> None:
     assert scenario.source == Folder.at(tmp_path / "model")
     tasks = evaluated(tmp_path, "tasks: [t/a.yaml, gsm8k]").tasks
     assert tasks == (str(tmp_path / "t" / "a.yaml"), "gsm8k")
+    (tmp_path / "drafter").mkdir()
+    text = evaluated(tmp_path, "text: default, speculative: eagle3=drafter, tokenizer: model")
+    assert text.speculative == f"eagle3={tmp_path / 'drafter'}"
+    assert text.tokenizer == Folder.at(tmp_path / "model")
+    on_hub = evaluated(tmp_path, "text: default, speculative: eagle3=nobody/drafter")
+    assert on_hub.speculative == "eagle3=nobody/drafter"
 
 
 def test_errors_name_nearest_key_and_line(

@@ -167,6 +167,10 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
     def data(name: str) -> str:
         return absolute(name) if parse_data(name).kind == "path" else local(name)
 
+    def drafter(speculative: str) -> str:
+        method, _, model = speculative.partition("=")
+        return f"{method}={local(model)}" if model else method
+
     source = with_revision(parse_source(local(str(scenario.source))), scenario.revision)
     changes: dict[str, object] = {"source": source, "revision": None}
     if text := scenario.calibration:
@@ -179,6 +183,10 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
             ),
             "text": data(evaluate.text) if evaluate.text else None,
             "baseline": parse_model(local(str(evaluate.baseline))) if evaluate.baseline else None,
+            "tokenizer": parse_source(local(str(evaluate.tokenizer)))
+            if evaluate.tokenizer
+            else None,
+            "speculative": drafter(evaluate.speculative) if evaluate.speculative else None,
             "include_path": tuple(Path(absolute(path)) for path in evaluate.include_path),
             "tools": Path(absolute(evaluate.tools)) if evaluate.tools else None,
         }
