@@ -98,7 +98,11 @@ class Planning(ScenarioSection):
 
     scheme: Annotated[
         str | None,
-        Option("Scheme for the linear layers of the decoder; see `vexport list schemes`.", "Scheme", metavar="S"),
+        Option(
+            "Scheme for the linear layers of the decoder; see `vexport list schemes`.",
+            "Scheme",
+            metavar="S",
+        ),
     ] = None
     recipe: Annotated[
         Path | None,
