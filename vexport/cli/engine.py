@@ -90,21 +90,25 @@ def _flag(name: str, text: str, kind: object, metavar: str | None = None) -> Dec
     return option(name, text, kind, metavar, heading="vLLM", callback=_store_flag, kept=False)
 
 
-attribution_options = stacked(
-    switch(
-        "--attribution",
-        "Search for the cause of a loss after the verdict [default: if it is not PASS].",
-        heading="Verdict",
-    ),
-    option(
-        "--attribution-seconds",
-        "Maximum number of seconds for the search for a cause.",
-        POSITIVE,
-        heading="Verdict",
-        default=300,
-        shown=True,
-    ),
-)
+def attribution_options(default: str) -> Decorator:
+    """Return the options of the search for a cause. `default` says when the command searches."""
+    return stacked(
+        switch(
+            "--attribution",
+            f"Search for the cause of a loss after the verdict [default: {default}].",
+            heading="Verdict",
+        ),
+        option(
+            "--attribution-seconds",
+            "Maximum number of seconds for the search for a cause.",
+            POSITIVE,
+            heading="Verdict",
+            default=300,
+            shown=True,
+        ),
+    )
+
+
 engine_arg_option = stacked(
     _flag_of("max_num_seqs"),
     _flag_of("gpu_memory_utilization"),

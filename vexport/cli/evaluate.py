@@ -127,7 +127,7 @@ class ComparisonOptions:
 )
 @setting_options("evaluate", EVALUATE_SYNTAXES)
 @chat_template_option
-@attribution_options
+@attribution_options("if it is not PASS")
 @option(
     "--output-dir",
     "Folder for lm-eval's results and the report [default: runs/eval-NAME].",

@@ -53,7 +53,7 @@ REPORT_FORMATS = (*FORMATS, "html", "markdown", "card")
 @click.argument("scenario", type=PATH)
 @option("--run-dir", "Folder for all output files [default: runs/NAME].", PATH, heading="Output")
 @overwrite_run_option
-@attribution_options
+@attribution_options("always")
 @interpreter_option
 @serve_options
 @format_option(REPORT_FORMATS)
