@@ -99,7 +99,7 @@ class Planning(ScenarioSection):
     scheme: Annotated[
         str | None,
         Option(
-            "Scheme for the linear layers of the decoder; see `vexport list schemes`.",
+            "Scheme for linear layers; see `vexport list schemes`.",
             "Scheme",
             metavar="S",
         ),
