@@ -1,4 +1,4 @@
-"""The workflows of the page on CI: each step is run as written, or checked for its form."""
+"""The workflows of the pages on CI: each step is run as written, or checked for its form."""
 
 import os
 import re
@@ -23,10 +23,11 @@ from tests.scores.make import edit_results
 from vexport.files import to_json
 
 Step = Mapping[str, Any]
-PAGE = (ROOT / "vexport" / "docs" / "ci.md").read_text(encoding="utf-8")
+DOCS = ROOT / "vexport" / "docs"
+PAGE = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("ci.md", "ci-vllm.md"))
 ACTION = ROOT / ".github" / "action" / "action.yml"
 KEYS = {"name", "id", "uses", "with", "run", "if", "env"}
-# Inputs of the actions on the page, from each action's `action.yml`.
+# Inputs of the actions on the pages, from each action's `action.yml`.
 INPUTS = {
     "actions/checkout": {"lfs"},
     "actions/setup-python": {"python-version"},
@@ -45,7 +46,7 @@ DEPLOYED = "--vllm-python ~/vllm/bin/python"
 
 
 def jobs() -> list[dict[str, Any]]:
-    """Return the content of every block of YAML on the page."""
+    """Return the content of every block of YAML on the pages."""
     found = re.findall(r"^```yaml\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
     return [yaml.safe_load(textwrap.dedent(block)) for block in found]
 
