@@ -1,5 +1,6 @@
 """Compute products of matrices with the fastest units of a CPU or a GPU."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -60,7 +61,7 @@ def add_product(
     `lower`, values above the diagonal may not be added.
     """
     is_bf16 = first.dtype == second.dtype == torch.bfloat16
-    if is_bf16 and first.device.type == "cpu" and bf16_units() == "avx512":
+    if is_bf16 and first.device.type == "cpu" and _has_kernel():
         from vexport.numerics.bf16_products import add_bf16_product  # numba takes time to import
 
         add_bf16_product(sums, first, second, alpha=alpha, lower=lower)
@@ -72,3 +73,9 @@ def add_product(
             rows = slice(start, start + step)
             last = rows.stop if lower else sums.shape[1]
             sums[rows, :last].addmm_(left[rows], right[:, :last], alpha=alpha)
+
+
+def _has_kernel() -> bool:
+    """Return True if numba compiles for this CPU, and the CPU has the kernel's instructions."""
+    other_cpu = {"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"} & os.environ.keys()
+    return bf16_units() == "avx512" and not other_cpu
