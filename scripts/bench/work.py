@@ -290,7 +290,7 @@ def count_operations(meter: Meter) -> Any:
         return call
 
     wrap("vexport.quantize.gptq.round_compiled", with_columns)
-    wrap("vexport.numerics.bf16_products.add_bf16_product", with_tokens)
+    wrap("vexport.numerics.products.add_bf16_product", with_tokens)
     return Mode()  # type: ignore[no-untyped-call]
 
 

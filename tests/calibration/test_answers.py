@@ -29,6 +29,7 @@ from tests.command import vexport
 from tests.models import VOCABULARY, save_llama
 from tests.texts import assert_contains, breaks
 from vexport.calibration import Samples, read_samples
+from vexport.calibration.attention import causal_attention
 from vexport.calibration.data import require_rows
 from vexport.calibration.gradients import Gradients
 from vexport.calibration.inputs import (
@@ -370,7 +371,9 @@ def test_smoothing_is_by_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         LayerWalk(index), chosen, smoothed=plan.groups, strength=0.5, weighs_tokens=False
     )
     answer = counted_tokens(chosen)
-    for name, values in inputs_of_whole_model(folder, found, batches_of(chosen)).items():
+    with causal_attention("cpu"):
+        inputs = inputs_of_whole_model(folder, found, batches_of(chosen))
+    for name, values in inputs.items():
         expected = values[answer].float().square().sum(0)
         torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-4)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from vexport.calibration import Samples, calibrate, read_samples
+from vexport.calibration.attention import causal_attention
 from vexport.calibration.model import build_on_meta
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
@@ -75,7 +76,8 @@ def loss_of(model: Path, rules: tuple[Rule, ...], out: Path) -> float:
     )
     # The reference has no log-probabilities after the last token of a prompt.
     prompts = [(*ids, 0) for ids in samples(model).token_ids]
-    plain, quantized = reference_logprobs(model, prompts), reference_logprobs(out, prompts)
+    with causal_attention("cpu"):
+        plain, quantized = reference_logprobs(model, prompts), reference_logprobs(out, prompts)
     assert torch.isfinite(quantized).all()
     return float((plain.exp() * (plain - quantized)).sum(-1).mean())
 

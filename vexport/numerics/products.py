@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
+from vexport.numerics.bf16_products import add_bf16_product
 from vexport.numerics.cpu import bf16_units
 
 # Number of rows of sums per block. Without the blocks above the diagonal, nearly half of the
@@ -62,8 +63,6 @@ def add_product(
     """
     is_bf16 = first.dtype == second.dtype == torch.bfloat16
     if is_bf16 and first.device.type == "cpu" and _has_kernel():
-        from vexport.numerics.bf16_products import add_bf16_product  # numba takes time to import
-
         add_bf16_product(sums, first, second, alpha=alpha, lower=lower)
         return
     with exact_products(first.dtype):

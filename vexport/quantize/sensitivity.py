@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from vexport.calibration.attention import causal_attention
 from vexport.calibration.data import Samples
 from vexport.calibration.inputs import GroupInputs, RecordedInputs, Value, counted_rows
 from vexport.calibration.walk import Layer, LayerWalk
@@ -76,7 +77,8 @@ def measure(
         losses = {name: dict(schemes) for name, schemes in known.losses.items()}
     walk = LayerWalk(index, trust_remote_code=trust_remote_code, device=device)
     stage = "measure sensitivity (layers)"
-    with walk.start(samples, calibration.smoothing, stage=stage, on_progress=on_progress) as hidden:
+    text = walk.start(samples, calibration.smoothing, stage=stage, on_progress=on_progress)
+    with causal_attention(walk.device), text as hidden:
         model = QuantizedModel(walk, calibration)
         trials = _trials(model, walk, layer_groups, losses)
         size = sum(hidden[index].nbytes for index in range(len(hidden)))
