@@ -32,6 +32,8 @@ INPUTS = {
     "actions/checkout": {"lfs"},
     "actions/setup-python": {"python-version"},
     "actions/cache": {"path", "key", "restore-keys"},
+    "actions/cache/restore": {"path", "key", "restore-keys"},
+    "actions/cache/save": {"path", "key"},
     "actions/upload-artifact": {"name", "path"},
     "actions/download-artifact": {"name", "path", "repository", "run-id", "github-token"},
     "aws-actions/configure-aws-credentials": {"role-to-assume", "aws-region"},
