@@ -28,7 +28,7 @@ def attend(*args: object, **kwargs: object) -> torch.Tensor:
 def fast_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute in chunks on every machine, with several chunks for a row."""
     torch.manual_seed(0)
-    monkeypatch.setattr(attention, "prefers_float32", lambda device: False)
+    monkeypatch.setattr(attention, "bf16_units", lambda: "avx512")
     monkeypatch.setattr(attention, "CHUNK_SCORES", 1 << 14)
 
 
@@ -60,8 +60,13 @@ def test_other_calls_are_passed_on() -> None:
         assert torch.equal(found, attend(*args, **kwargs))
 
 
-def test_gradients_equal_exact_gradients() -> None:
+@pytest.mark.parametrize("sink", [0, 10])
+def test_gradients_equal_exact_gradients(sink: float) -> None:
+    """Also if nearly all attention is on the first token, and the values have a mean."""
     parts = states(6, 200, 16), states(2, 200, 16), states(2, 200, 24)
+    query, key, value = parts
+    query[..., 0], key[:, :, 0, 0] = 8, sink
+    value += 3
     exact = [part.double().requires_grad_() for part in parts]
     wanted = torch.randn(2, 200, 6, 24).to(torch.bfloat16)
     expected = torch.autograd.grad(attend(*exact, None), exact, wanted.double())

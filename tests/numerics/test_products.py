@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vexport.numerics import products
-from vexport.numerics.cpu import bf16_units
+from vexport.numerics.bf16_products import compiles_bf16_products
 from vexport.numerics.products import add_product, product
 
 # (tokens, rows, columns): whole blocks, incomplete blocks, odd tokens, several passes.
@@ -29,11 +29,11 @@ def test_sums_of_products_are_float32(
     assert torch.allclose(sums.double(), exact, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("units", [bf16_units(), "none"])
+@pytest.mark.parametrize("compiles", [compiles_bf16_products(), False])
 def test_values_above_the_diagonal_may_be_left_out(
-    units: str, monkeypatch: pytest.MonkeyPatch
+    compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "bf16_units", lambda: units)
+    monkeypatch.setattr(products, "compiles_bf16_products", lambda: compiles)
     states = torch.randn(300, 290).to(torch.bfloat16)
     sums = torch.zeros(290, 290)
     add_product(sums, states, states, lower=True)
@@ -70,3 +70,12 @@ def test_product_is_float32(rows: int, inner: int, columns: int) -> None:
     first, second = torch.randn(inner, rows).T, torch.randn(inner, columns)
     exact = first.double() @ second.double()
     assert torch.allclose(product(first, second).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_other_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="got"):
+        add_product(torch.zeros(4, 4), torch.zeros(3, 4), torch.zeros(2, 4))
+    sums, states = torch.zeros(4, 8), torch.randn(3, 4).to(torch.bfloat16)
+    add_product(sums[:, :4], states, states)  # not contiguous
+    assert torch.allclose(sums[:, :4].double(), states.double().T @ states.double(), atol=1e-5)
+    assert not sums[:, 4:].any()

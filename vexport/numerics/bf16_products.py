@@ -20,6 +20,7 @@ from numba.core.typing import Context, Signature
 from numba.extending import intrinsic
 
 from vexport.numerics.arithmetic import Floats
+from vexport.numerics.cpu import bf16_units
 from vexport.numerics.jit import compiled, wide_vectors
 from vexport.numerics.number_formats import F32, I32
 
@@ -34,6 +35,13 @@ TOKENS = 512
 # Pairs of bf16 values of two successive tokens, (panels, pairs, columns of a panel).
 Panels = npt.NDArray[np.int32]
 Bits = npt.NDArray[np.uint16]
+
+
+def compiles_bf16_products() -> bool:
+    """Return True if this CPU has the instructions, and numba compiles for this CPU with them."""
+    config = numba.config
+    for_this_cpu = config.ENABLE_AVX and not config.CPU_NAME and not config.CPU_FEATURES
+    return bool(for_this_cpu) and bf16_units() == "avx512"
 
 
 def add_bf16_product(

@@ -1,14 +1,12 @@
 """Compute products of matrices with the fastest units of a CPU or a GPU."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
 
-from vexport.numerics.bf16_products import add_bf16_product
-from vexport.numerics.cpu import bf16_units
+from vexport.numerics.bf16_products import add_bf16_product, compiles_bf16_products
 
 # Number of rows of sums per block. Without the blocks above the diagonal, nearly half of the
 # operations are saved.
@@ -61,8 +59,11 @@ def add_product(
     `first` is (tokens, rows), `second` (tokens, columns), and `sums` (rows, columns) float32. With
     `lower`, values above the diagonal may not be added.
     """
+    if len(first) != len(second) or sums.shape != (first.shape[1], second.shape[1]):
+        raise ValueError(f"got {first.shape}, {second.shape} and {sums.shape}")
     is_bf16 = first.dtype == second.dtype == torch.bfloat16
-    if is_bf16 and first.device.type == "cpu" and _has_kernel():
+    has_sums = sums.dtype == torch.float32 and sums.is_contiguous()
+    if is_bf16 and has_sums and first.device.type == "cpu" and compiles_bf16_products():
         add_bf16_product(sums, first, second, alpha=alpha, lower=lower)
         return
     with exact_products(first.dtype):
@@ -72,9 +73,3 @@ def add_product(
             rows = slice(start, start + step)
             last = rows.stop if lower else sums.shape[1]
             sums[rows, :last].addmm_(left[rows], right[:, :last], alpha=alpha)
-
-
-def _has_kernel() -> bool:
-    """Return True if numba compiles for this CPU, and the CPU has the kernel's instructions."""
-    other_cpu = {"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"} & os.environ.keys()
-    return bf16_units() == "avx512" and not other_cpu

@@ -9,7 +9,6 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_weight
 from vexport.formats.packing.base import Array, RoundedWeight, Scales
 from vexport.formats.plan import FusionGroup
-from vexport.numerics.products import product
 from vexport.numerics.ranks import gather, rank_and_size
 from vexport.quantize.gptq import (
     Factor,
@@ -192,7 +191,7 @@ def _errors(
     exact = source[rows]
     to_nearest = round_nearest(wanted[rows], grid.rows(rows)) - exact
     outputs = torch.stack([exact, to_nearest, rounded[rows] - exact])
-    moments = product(outputs.flatten(0, 1), hessian).view_as(outputs)
+    moments = (outputs.flatten(0, 1) @ hessian).view_as(outputs)
     signal, before, after = (moments * outputs).sum((1, 2)).tolist()
     if not signal:
         return 0.0, 0.0
