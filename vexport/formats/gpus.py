@@ -192,10 +192,10 @@ def cards(names: Names) -> tuple[Card, ...]:
 
 
 def _similar(written: str) -> str:
-    """Return the question `did_you_mean` with similar names of the same series, or "".
+    """Return the question `did_you_mean` with similar names that begin with the same letter, or "".
 
-    The letters before the number name the series and the maker: MI300X resembles B300, but is no
-    misspelled B300.
+    The first letters name the series and the maker: MI300X resembles B300, but is no misspelled
+    B300.
     """
     first = _fold(written)[:1]
     return did_you_mean(written, [name for name in CARDS if _fold(name).startswith(first)])
