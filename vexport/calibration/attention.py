@@ -8,6 +8,7 @@ torch's attention for CPUs computes scores above the diagonal, too, and needs ab
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -44,33 +45,22 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    position_bias: torch.Tensor | None = None,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    is_plain = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_causal = kwargs.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
     has_bf16 = {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
-    has_mask = attention_mask is not None or position_bias is not None or dropout > 0
+    masks = (attention_mask, kwargs.get("position_bias"), kwargs.get("dropout") or None)
+    has_mask = any(mask is not None for mask in masks)
     # Batch, heads of keys, and tokens. Queries have more heads.
     has_shape = query.shape[::2] == key.shape[::2] and key.shape[:3] == value.shape[:3]
-    if is_plain and has_bf16 and not has_mask and has_shape and query.numel():
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return causal_product(query, key, value, scale), None
-    return attend(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=dropout,
-        scaling=scaling,
-        is_causal=is_causal,
-        position_bias=position_bias,
-        **kwargs,
-    )
+    if not is_causal or not has_bf16 or has_mask or not has_shape or not query.numel():
+        return attend(module, query, key, value, attention_mask, **kwargs)
+    scaling = kwargs.get("scaling")
+    return causal_product(
+        query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling
+    ), None
 
 
 def causal_product(
