@@ -256,6 +256,11 @@ def test_accepted_results_are_compared_without_options(
     assert made.code == 0, made.stderr
     assert_contains(made.stdout, "sums (exact_match,none) 98.8%", "of 400 documents")
     assert f"next  vexport eval CHECKPOINT --against {file}" in made.stdout
+    again = ("--accept", tmp_path / "again.json", "--output-dir", tmp_path / "again")
+    as_json = vexport("eval", "baseline", *tasks, trust, *again, "--format", "json")
+    assert as_json.code == 0, as_json.stderr
+    assert as_json.stdout == ""
+    assert "accepted:" in as_json.stderr
     stored = read_accepted(file).settings
     assert stored is not None
     paths = stored["tasks"]

@@ -325,7 +325,7 @@ def _print_rest(evaluations: "Evaluations", format_: str, *, is_shown: bool) -> 
     if format_ == "github" and verdicts:
         add_text_summary(_text(evaluations))
     if evaluations.accepted:
-        click.echo(evaluations.accepted, err=bool(verdicts))
+        click.echo(evaluations.accepted, err=bool(verdicts) or format_ != "text")
     if evaluations.reports:
         for run in evaluations.runs:
             click.echo(f"report: {run.folder / 'report.html'}", err=format_ != "text")
