@@ -275,6 +275,15 @@ def test_room_follows_memory_utilization(good: Good) -> None:
     assert room["kv_bytes"] == int(0.5 * 81_559 * 2**20) - rank["weight_bytes"]
 
 
+def test_github_summary(good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary of the step has the table of kernels, which the annotations do not have."""
+    summary = tmp_path / "summary.md"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    ran = vexport("load", "--dry", good("FP8_DYNAMIC"), "--sm", "90", "--format", "github")
+    assert (ran.code, ran.stdout[:9]) == (0, "::notice ")
+    assert "Cutlass" in summary.read_text()
+
+
 SM = (75, 80, 89, 90, 100)
 COMPARED_SCHEMES = ("NVFP4", "MXFP4XFP8", "MXFP8", "FP8_BLOCK", "W4AFP8", "W4A16_ASYM")
 # With a head size of 64, 128, 256 or 512, FlashInfer runs an FP8 cache from SM 80. Other sizes

@@ -419,12 +419,15 @@ def test_checkpoint_is_validated_first(tmp_path: Path) -> None:
     assert (ran.code, "absent.log" in ran.stderr) == (2, False)
 
 
-def test_formats_for_ci(good: Good, tmp_path: Path) -> None:
+def test_formats_for_ci(good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = tmp_path / "summary.md"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     log = Served(selected=_fp8("TritonFP8ScaledMMLinearKernel")).text()
     junit = _compare(good("FP8_DYNAMIC"), log, tmp_path, "--sm", "90", "--format", "junit").stdout
     assert '<failure message="' in junit
     github = _compare(good("FP8_DYNAMIC"), log, tmp_path, "--sm", "90", "--format", "github").stdout
     assert github.startswith("::error ")
+    assert "TritonFP8ScaledMMLinearKernel" in summary.read_text()
     half = "\n".join(Served(selected=CUTLASS).text().splitlines()[:-2])
     junit = _compare(good("FP8_DYNAMIC"), half, tmp_path, "--sm", "90", "--format", "junit").stdout
     assert 'type="INCONCLUSIVE"' in junit

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal
 import click
 
 from vexport.cli.base import (
+    add_step_summary,
     command,
     print_text,
     progress_display,
@@ -134,7 +135,7 @@ def load(
       vexport load OUT --mode both --vllm-python old/bin/python --vllm-python new/bin/python
     """
     from vexport import api
-    from vexport.reports import render_loads, render_startup_log
+    from vexport.reports import render_loads, render_startup_log, summarize_loads
 
     if log is not None:
         _require_log_options(checkpoints, session)
@@ -160,6 +161,8 @@ def load(
                 on_progress=on_progress,
             )
         print_text(render_loads([compared], output.format_, width=text_width()))
+        if output.format_ == "github":
+            add_step_summary(summarize_loads([compared]))
         require_loaded([compared])
         require_compared(compared)
         return
@@ -193,6 +196,8 @@ def load(
             on_progress=on_progress,
         )
     print_text(render_loads(reports, output.format_, every=every, width=text_width()))
+    if output.format_ == "github":
+        add_step_summary(summarize_loads(reports))
     for page in _pages(run_dir):
         click.echo(f"report: {page}", err=output.format_ != "text")
     raise_problems(problems)

@@ -153,6 +153,11 @@ def summarize_checks(reports: Sequence[CheckReport]) -> str:
     return markdown.render_all(checkpoints.check_documents(reports))
 
 
+def summarize_loads(reports: Sequence[LoadReport | DryLoadReport]) -> str:
+    """Return the reports of loads or dry loads as a step summary in Markdown."""
+    return markdown.render_all(checkpoints.load_documents(reports))
+
+
 def render_loads(
     reports: Sequence[LoadReport | DryLoadReport],
     format: str,
