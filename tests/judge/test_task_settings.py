@@ -150,6 +150,7 @@ DEMO_TASKS = [
         (0.02, {}, TaskMetrics(name="t", metrics={"f1": "mean", "em": "mean"})),
         (0.02, {"t": "score,first"}, TaskMetrics(name="t", metrics=ACC, has_code=True)),
         (None, {"*": "acc_norm,none"}, TaskMetrics(name="t", metrics=ACC)),
+        (0.02, {}, TaskMetrics(name="t", metrics={})),
     ],
 )
 def test_possible_settings_are_not_refused(

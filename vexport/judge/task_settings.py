@@ -163,12 +163,13 @@ def _wrong_kinds(
 ) -> Iterator[InputError]:
     """Yield an error if the margin is relative and the deciding metric needs points, or reversely.
 
-    Nothing is yielded if several metrics may decide and they need different kinds of margins.
+    Nothing is yielded if no metric is known, or if several metrics may decide and they need
+    different kinds of margins.
     """
     metrics = _possible_gates(task, gates)
     kinds = {_is_share(metric, task.metrics.get(metric, "")) for metric in metrics}
-    (is_share, *others) = kinds
-    if is_share is not None and not others:
+    is_share = kinds.pop() if len(kinds) == 1 else None
+    if is_share is not None:
         yield from wrong_kind(task.name, metrics[0], margin, is_share=is_share)
 
 
