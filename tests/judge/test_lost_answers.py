@@ -132,6 +132,23 @@ def test_lost_answers_beyond_margin_prevent_pass(ending: Ending) -> None:
     assert verdict_with(ending, 30, margin=0.05).outcome == "PASS"
 
 
+def test_lost_answers_beyond_small_margin_prevent_pass() -> None:
+    assert verdict_with(CUT, 9, margin=0.01).outcome == "PASS"
+    small = verdict_with(CUT, 9, margin=0.005)
+    assert small.outcome == "INCONCLUSIVE"
+    assert "both cut in 0.9% of their responses: raise max_gen_toks" in small.reason
+    assert "empty" not in small.reason
+
+
+def test_lost_answers_of_several_kinds_prevent_pass() -> None:
+    endings = [WHOLE] * 984 + [CUT] * 8 + [EMPTY] * 8
+    pair = pair_with(endings, endings, right=984)
+    verdict = judge([pair], margins=Margins.read(0.01), alpha=0.05)
+    assert verdict.outcome == "INCONCLUSIVE"
+    assert "both cut in 0.8%" in verdict.reason
+    assert "0.8% of the responses of both models are empty" in verdict.reason
+
+
 def test_cut_answers_ask_for_longer_limit() -> None:
     """If all answers of both models were cut, the remedy is max_gen_toks, not the chat template."""
     pair = pair_with([CUT] * 200, [CUT] * 200, right=0)

@@ -83,17 +83,26 @@ def _is_cut_after_answers(cut: Marks, whole: Marks, alpha: float) -> bool:
     return share >= MAJORITY * float(whole.mean()) and not is_less
 
 
-def lost_answers_text(answers: Answers) -> str:
-    """Describe lost and unparsed responses, and the remedy. Return "" below 1 % for both models."""
+def too_many_lost_text(answers: Answers) -> str:
+    """Describe lost responses that exceed the margin. A margin below 1 % allows fewer than 1 %."""
+    return lost_answers_text(answers) or lost_answers_text(answers, least=0.0)
+
+
+def lost_answers_text(answers: Answers, least: float = MIN_WARNED_SHARE) -> str:
+    """Describe lost and unparsed responses, and the remedy.
+
+    Return "" if the share of both models is below `least`.
+    """
     baseline, candidate = answers.baseline, answers.candidate
     sides = [side for side in (candidate, baseline) if side is not None]
-    if not any(side.lost + side.unparsed >= MIN_WARNED_SHARE * side.answers for side in sides):
+    if not any(side.lost + side.unparsed >= least * side.answers for side in sides):
         return ""
     sentences: list[str] = []
     remedies: list[str] = []
     for kind in ("cut", "empty", "unparsed"):
         shares = [_share(side, kind) for side in (candidate, baseline)]
-        if max(share or 0.0 for share in shares) < MIN_WARNED_SHARE:
+        largest = max(share or 0.0 for share in shares)
+        if not largest or largest < least:
             continue
         new, old = shares
         sentences.append(_SENTENCES[kind](_percent(new), None if old is None else _percent(old)))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from vexport.judge.corpus import LEAST_DOCUMENTS
 from vexport.judge.intervals import Levels, difference_interval, needed_to_settle
-from vexport.judge.lost import count_answers, lost_answers_text
+from vexport.judge.lost import count_answers, too_many_lost_text
 from vexport.judge.pairs import TaskPair
 from vexport.judge.worst_candidate import with_worst_candidate
 from vexport.records import AnswerCounts, Answers, Estimate, Outcome, Reason
@@ -75,7 +75,7 @@ def _too_many_lost(pair: TaskPair, answers: Answers | None, margin: float) -> st
     sides = [side for side in (answers.baseline, answers.candidate) if side is not None]
     cost = pair.range_width if pair.own_unit is None else abs(pair.baseline_value)
     is_above = max(side.lost / side.answers for side in sides) * cost > margin
-    return lost_answers_text(answers) if is_above else ""
+    return too_many_lost_text(answers) if is_above else ""
 
 
 def _no_room(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from vexport.inference.shipped import SHIPPED, shipped_task
 from vexport.inference.shipped.base import PartOutcome
-from vexport.judge.lost import lost_answers_text
+from vexport.judge.lost import too_many_lost_text
 from vexport.records import Outcome, Reason, TaskVerdict
 from vexport.records.values import about, join_limited
 from vexport.rules import verdict
@@ -116,7 +116,7 @@ def _has_own_obstacle(task: TaskVerdict) -> bool:
 def _lost_text(task: TaskVerdict) -> str:
     if task.obstacle is None or task.answers is None or _has_own_obstacle(task):
         return ""
-    return f"; {lost_answers_text(task.answers)}"
+    return f"; {too_many_lost_text(task.answers)}"
 
 
 def _inconclusive_reason(tasks: Sequence[TaskVerdict], assumed: str) -> Reason:
