@@ -144,6 +144,16 @@ def test_search_uses_global_scale_of_fused_layers() -> None:
     assert torch.equal(qparams["scale"], scales)
 
 
+@pytest.mark.parametrize("keywords", [{"maxshrink": 0.0}, {"maxshrink": 0.04, "grid": 20.0}])
+@pytest.mark.parametrize("args", [CHANNEL, GROUP, BLOCK, TENSOR])
+def test_search_without_steps_keeps_range(args: QuantArgs, keywords: dict[str, float]) -> None:
+    weight = normal(64, 64)
+    searching = load_observer("memoryless_mse", "weight", args, keywords)
+    found = searching(weight).get_qparams()
+    expected = load_observer("memoryless_minmax", "weight", args)(weight).get_qparams()
+    assert torch.equal(found["scale"], expected["scale"])
+
+
 def test_groups_of_zeros_have_least_scale() -> None:
     weight = torch.zeros(2, 64)
     for first, global_scale, scale in ((0.0, 1.0, 0.125), (3.0, 448 * 6 / 3, 448.0)):

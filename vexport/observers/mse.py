@@ -46,8 +46,8 @@ class MemorylessMSE(RangeObserver):
 
     @property
     def search(self) -> Search:
-        """Candidates of the search."""
-        return search_of(self.options, int(self.options.maxshrink * self.options.grid))
+        """Candidates of the search. The first range is always a candidate."""
+        return search_of(self.options, max(1, int(self.options.maxshrink * self.options.grid)))
 
     def importance(self, channels: int) -> torch.Tensor | None:
         """Return the weights of the errors, or None if all errors have equal weights.
