@@ -7,8 +7,8 @@ multiplied and added up afterwards. A pair of scaled layers is called a fold.
 
 The scale of channel j is a_j^s / g_j^(1 - s): a_j is the root mean square of the channel, g_j the
 root mean square of its gradient, and s the strength. The paper uses the largest magnitudes instead,
-which left a larger KL (docs/smoothing.md). Scales are powers of two, so that the scaled layers
-compute the same bits. Each fold is tried on a row of text and kept only if the bits are the same.
+which left a larger KL. Scales are powers of two, so that the scaled layers compute the same bits.
+Each fold is tried on a row of text and kept only if the bits are the same.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
