@@ -116,3 +116,16 @@ def test_a_refusal_by_the_loaders_stays(
     (report,) = json.loads(ran.stdout)
     assert (ran.code, report["ok"], len(report["ignored"])) == (1, False, 1)
     assert vexport(*call, "--ignore-rule", REFUSED.id).code == 2
+
+
+@pytest.mark.vllm
+def test_known_faults_of_the_loaders_can_be_ignored(
+    good: Good, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VEXPORT_NO_VERIFY")
+    fault = "faults/fewer-bits"
+    call = ("check", good("MXFP4A16"), "--sm", 90, "--format", "json", "--ignore-rule", fault)
+    (report,) = json.loads(vexport(*call).stdout)
+    assert report["judged_by"] == "loaders"
+    assert [each["rule"] for each in report["ignored"]] == [fault]
+    assert fault not in {each["rule"] for each in report["findings"]}

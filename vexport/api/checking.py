@@ -158,6 +158,8 @@ def check_checkpoints(
             on_fault=on_fault,
             source=against.root if against is not None else None,
         )
+        # The dry load reports known faults of vLLM again, with the kernels of all layers.
+        reports = [without_ignored(report, settings.ignore_rules) for report in reports]
     for error in problems.values():
         on_problem(error)
     return [

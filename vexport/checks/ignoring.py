@@ -28,7 +28,7 @@ def require_ignorable(ids: Collection[str], place: str) -> None:
 
 
 def without_ignored(report: CheckReport, ids: Collection[str]) -> CheckReport:
-    """Return the report with the findings of these rules in `ignored`."""
+    """Return the report with the findings of these rules moved to `ignored`."""
     kept = tuple(finding for finding in report.findings if finding.rule not in ids)
     ignored = tuple(finding for finding in report.findings if finding.rule in ids)
-    return replace(report, ok=is_ok(kept), findings=kept, ignored=ignored)
+    return replace(report, ok=is_ok(kept), findings=kept, ignored=(*report.ignored, *ignored))

@@ -187,10 +187,13 @@ def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> Che
     more = [*errors, *(unused(load) if not_judged != report.not_judged else ())]
     # The dry load knows the kernels of all layers.
     others = [each for each in report.findings if each.check != faults.CHECK]
+    ignored = tuple(each for each in report.ignored if each.check != faults.CHECK)
     static = tuple(downgrade_errors(others, load, faulty=bool(errors)))
     findings = tuple(chain(*without_repetitions(static, more), known))
     not_judged += load.not_judged
-    joined = replace(report, ok=is_ok(findings), findings=findings, not_judged=not_judged)
+    joined = replace(
+        report, ok=is_ok(findings), findings=findings, ignored=ignored, not_judged=not_judged
+    )
     if load.not_judged:
         count = plural(len(load.not_judged), "fault")
         why = f"{count} that the unquantized model has as well: {load.not_judged[0].what}"
