@@ -24,6 +24,7 @@ TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content 
 CHAT = {"chat_template.jinja": TEMPLATE}
 RAG = {"additional_chat_templates/rag.jinja": TEMPLATE}
 SPACED = TEMPLATE.replace("}}{% endfor", "}} {% endfor")
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 def model(folder: Path, files: dict[str, str] | None = None) -> Path:
@@ -147,10 +148,20 @@ def test_endless_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vexport.inference.lm_eval_model.TEMPLATE_SECONDS", 0.3)
     chat = ServedChat()
     chat.tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    chat.hf_chat_template = (
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    )
+    chat.hf_chat_template = ENDLESS
     chat.enable_thinking = None
     chat.settings = LmEvalSettings()
     with breaks(rules.TEMPLATE, "chat template", "0.3 s"):
         chat.apply_chat_template([{"role": "user", "content": "hello"}])
+
+
+def test_comparison_of_endless_templates_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vexport.inference.prompting.TEMPLATE_SECONDS", 0.3)
+    models = {
+        "baseline": model(tmp_path / "baseline", CHAT),
+        "candidate": model(tmp_path / "candidate", {"chat_template.jinja": ENDLESS}),
+    }
+    with breaks(rules.OTHER_TEMPLATE, "candidate", "0.3 s"):
+        lm_eval_settings(Evaluate(tasks=("gsm8k",)), models)

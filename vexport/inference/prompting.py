@@ -15,6 +15,7 @@ from vexport.files import read_json_object
 from vexport.inference.answers import ServedSession
 from vexport.inference.shipped import takes_tools
 from vexport.records import Json
+from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 from vexport.rules import prompts as rules
 from vexport.rules import tools as tool_rules
 from vexport.scenario import Evaluate
@@ -147,19 +148,23 @@ def template_difference(old: Path, new: Path, *, tools: bool = False) -> Iterato
 def _rendered(
     tokenizer: PreTrainedTokenizerBase, *, tools: bool = False, template: str | None = None
 ) -> str:
-    """Render a conversation as a prompt. transformers renders templates in a sandbox."""
+    """Render a conversation as a prompt, or return the error of the template in parentheses.
+
+    transformers renders templates in a sandbox.
+    """
     if not tokenizer.chat_template:
         return "(no chat template)"
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                list(CONVERSATION),
-                tokenize=False,
-                add_generation_prompt=True,
-                tools=[dict(TOOL)] if tools else None,
-                chat_template=template,
+        with time_limit(TEMPLATE_SECONDS):
+            return str(
+                tokenizer.apply_chat_template(
+                    list(CONVERSATION),
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    tools=[dict(TOOL)] if tools else None,
+                    chat_template=template,
+                )
             )
-        )
     except Exception as error:  # a template may raise anything
         return f"({type(error).__name__}: {error})"
 
