@@ -83,3 +83,20 @@ def test_dry_load_uses_transformers(good: Good, tmp_path: Path) -> None:
         "load", "--dry", *folders, "--tp", "1", "--sm", "90", "--format", "json", "--quiet"
     )
     assert [report["ok"] for report in json.loads(ran.stdout)] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "found"),
+    [
+        ("tokenizer_config.json", "{{ messages }}", False),
+        ("processor_config.json", "{{ messages }}", False),
+        ("tokenizer_config.json", None, True),
+    ],
+)
+def test_chat_template_in_settings(
+    good: Good, tmp_path: Path, name: str, template: Json, found: bool
+) -> None:
+    change = all_of(write_tokenizer, write_json(name, {"chat_template": template}))
+    changed = spoiled(good("FP8"), tmp_path / "changed", change)
+    rules = {each.rule for each in check_checkpoint(str(changed)).findings}
+    assert ("tokenizer/no-chat-template" in rules) is found

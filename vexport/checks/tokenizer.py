@@ -11,6 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from vexport.architectures import transformers_models
+from vexport.checkpoint.chat_template import FILE, chat_templates
 from vexport.checkpoint.index import TOKENIZER_FILES
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
@@ -30,7 +31,6 @@ JSON_FILES: Mapping[str, Severity] = {
     "generation_config.json": "warning",
 }
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-TEMPLATES = ("chat_template.jinja", "chat_template.json")
 MISTRAL = "tekken.json"
 
 
@@ -78,13 +78,12 @@ def _template(root: Path, names: Sequence[str]) -> Iterator[Finding]:
 
     Source: resolve_chat_template in vllm/renderers/hf.py.
     """
-    settings = root / SETTINGS
     try:
-        in_settings = settings.is_file() and "chat_template" in read_json_object(settings)
+        has_template = bool(chat_templates(root))
     except InputError:
         return
-    if not in_settings and MISTRAL not in names and not any(name in names for name in TEMPLATES):
-        yield Finding.at(rules.NO_CHAT_TEMPLATE, str(root / TEMPLATES[0]))
+    if not has_template and MISTRAL not in names:
+        yield Finding.at(rules.NO_CHAT_TEMPLATE, str(root / FILE))
 
 
 def _invalid_file(path: Path, severity: Severity) -> Iterator[Finding]:
