@@ -5,7 +5,7 @@ computed. The mean squares of these gradients are the Fisher information: they s
 error of a module's output changes the KL divergence. GuidedQuant (arXiv 2505.07004) weights tokens
 by them.
 For example, the first token receives most of the attention, so its errors change every prediction.
-vexport weights tokens by the root of the mean square, which left a smaller KL (docs/rounding.md).
+vexport weights tokens by the root of the mean square, which left a smaller KL.
 """
 
 import logging

@@ -61,7 +61,7 @@ class Strength:
 # llm-compressor's damping.
 GPTQ = Strength(strength=0.0, ridge=0.01)
 # Strength of a refit for each number of input bits. These strengths gave the smallest KL on
-# SmolLM2-135M (docs/results.md).
+# SmolLM2-135M.
 REFIT_STRENGTHS = {
     16: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),
     8: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),
