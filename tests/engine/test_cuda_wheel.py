@@ -79,6 +79,9 @@ def kernels(
     assert ran.code == 0, ran.stderr
     found: dict[str, dict[int, set[str]]] = {}
     for name, report in zip(paths, json.loads(answer.read_text()), strict=True):
+        # 3 layers, keys and values of 2 heads of 64, 2 bytes each, 256 tokens.
+        (rank,) = report["memory"]
+        assert rank["sequences"] == [{"tokens": 256, "kv_bytes": 3 * 2 * 2 * 64 * 2 * 256}]
         by_capability = found.setdefault(name, {})
         for cell in (cell for row in report["rows"] for cell in row["cells"]):
             kernel = f"{cell['precision']} {cell['kernel']}"

@@ -3,10 +3,11 @@
 import re
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from vexport.version import parse_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 # Sequence lengths in tokens to report memory for, in addition to the model's longest length.
 _LENGTHS = (1_024, 8_192, 32_768)
@@ -216,8 +218,6 @@ def rank_memory(
 def _sequences(config: "VllmConfig", longest: int) -> tuple[SequenceMemory, ...]:
     """Return the bytes that vLLM's scheduler reserves for one sequence of each length.
 
-    Source: vllm/v1/core/kv_cache_utils.py.
-
     vLLM reserves whole blocks. Layers with sliding-window attention need blocks for the window and
     for the tokens of a scheduler step. Layers with linear attention (such as Mamba) need a state of
     fixed size.
@@ -225,7 +225,6 @@ def _sequences(config: "VllmConfig", longest: int) -> tuple[SequenceMemory, ...]
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-    from vllm.v1.core.kv_cache_utils import _max_memory_usage_bytes_from_groups, get_kv_cache_groups
     from vllm.v1.worker.worker_base import get_current_attn_backends, get_supported_kv_cache_layouts
 
     layers = get_layers_from_vllm_config(config, AttentionLayerBase)
@@ -239,10 +238,28 @@ def _sequences(config: "VllmConfig", longest: int) -> tuple[SequenceMemory, ...]
         return ()
     layouts = get_supported_kv_cache_layouts(get_current_attn_backends(config))
     resolve_kv_cache_layout(config, [[layout.name for layout in layouts]], specs.values())
-    groups = get_kv_cache_groups(config, specs)
+    bytes_of_sequence = _cache_size(config, specs)
     sequences = []
     for tokens in sorted({*(length for length in _LENGTHS if length < longest), longest}):
         config.model_config.max_model_len = tokens
-        kv_bytes = _max_memory_usage_bytes_from_groups(config, groups)
-        sequences.append(SequenceMemory(tokens=tokens, kv_bytes=kv_bytes))
+        sequences.append(SequenceMemory(tokens=tokens, kv_bytes=bytes_of_sequence()))
     return tuple(sequences)
+
+
+def _cache_size(config: "VllmConfig", specs: "dict[str, KVCacheSpec]") -> Callable[[], int]:
+    """Return a function for the bytes of a sequence of the maximum length that `config` has then.
+
+    vLLM 0.33 moved its functions from kv_cache_utils.py to kv_cache_planning.py in vllm/v1/core,
+    and passes them a builder of the platform.
+    """
+    if find_spec("vllm.v1.core.kv_cache_planning") is None:
+        from vllm.v1.core import kv_cache_utils as utils
+
+        groups = utils.get_kv_cache_groups(config, specs)
+        return partial(utils._max_memory_usage_bytes_from_groups, config, groups)
+    from vllm.v1.core import kv_cache_planning as planning
+    from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
+
+    builder = get_kv_cache_config_builder(config)
+    groups = planning.get_kv_cache_groups_from_builder(builder, config, specs)
+    return partial(planning._max_memory_usage_bytes_from_groups, builder, config, groups)
