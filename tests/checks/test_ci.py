@@ -178,3 +178,5 @@ def test_exception_in_one_check(
     assert "KeyError: 'a mistake of ours'" in findings["internal"]["got"]
     junit = ElementTree.fromstring(vexport("check", *three_checkpoints, "--format", "junit").stdout)
     assert [suite.get("failures") for suite in junit] == ["0", "2", "0"]
+    ran = vexport("repair", three_checkpoints[1], three_checkpoints[1].parent / "repaired")
+    assert (ran.code, ran.errors[-1].startswith("error: internal error")) == (4, True)

@@ -20,7 +20,7 @@ from vexport.cli.options import (
     trust_option,
 )
 from vexport.cli.settings import Syntax, given_settings, setting_options
-from vexport.errors import CheckpointFailed, InputError
+from vexport.errors import CheckpointFailed, EnvironmentFault, InputError
 from vexport.errors.extras import require_extra
 from vexport.names import SourceRef, parse_source
 from vexport.records import GroupSize
@@ -173,12 +173,16 @@ def repair(
     """
     with progress_display(quiet=output.quiet, reads=[str(checkpoint)]) as on_progress:
         from vexport.api import repair as api_repair
+        from vexport.checks import INTERNAL
         from vexport.reports.quantized import render_repair
 
         report = api_repair(
             checkpoint, out, source=source, overwrite=overwrite, on_progress=on_progress
         )
     print_text(render_repair(report, output.format_))
+    for each in report.refusals:
+        if each.check == INTERNAL:
+            raise each.error(EnvironmentFault, each.where)
     if not report.ok:
         first, *others = report.refusals
         where = f"{report.checkpoint}: {first.where}"
