@@ -52,7 +52,14 @@ def test_rule_for_a_tied_head(tmp_path: Path, match: str) -> None:
     with pytest.raises(InputError) as raised:
         plan_of(model, (match, "W4A16"), ("Linear", "FP8"))
     assert raised.value.rule == "rules/tied-head"
-    assert plan_of(model, ("lm_head", "keep"), ("Linear", "FP8")).refusals == ()
+
+
+@pytest.mark.parametrize(
+    "match", ["lm_head", "re:.*lm_head", "re:^lm_head$", "re:.*[.]gate$", r"re:.*mlp\.router"]
+)
+def test_kept_layers_may_be_missing(tmp_path: Path, match: str) -> None:
+    model = save_qwen3(tmp_path / "tied")
+    assert plan_of(model, (match, "keep"), ("Linear", "FP8")).refusals == ()
 
 
 def test_unsupported_shape_names_layer_and_rule(

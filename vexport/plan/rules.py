@@ -46,9 +46,9 @@ TOKENS_PER_COLUMN, MIN_TOKENS_PER_COLUMN = 6, 2
 # The defaults of --samples and --seq-len.
 DEFAULT_TOKENS = 128 * 512
 # Layers that some models do not have. An `ignore` pattern or a `keep` rule for these layers may
-# match nothing.
+# match nothing. In a regular expression, their names follow a dot, `.*` or `[.]`.
 OPTIONAL_LAYERS = re.compile(
-    r"(?:.*\.)?(?:lm_head|embed_out|embed_tokens|embed_positions|word_embeddings|wte|wpe|\w*router\w*|\w*gate|\w*norm\w*)$"
+    r"(?:.*[.*\]])?(?:lm_head|embed_out|embed_tokens|embed_positions|word_embeddings|wte|wpe|\w*router\w*|\w*gate|\w*norm\w*)$"
 )
 
 
@@ -139,8 +139,12 @@ def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterat
 
 def _matches_nothing(rule: "Rule", names: Collection[str]) -> bool:
     """Return True if an `ignore` pattern matches no layer, and is not for `OPTIONAL_LAYERS`."""
-    optional = OPTIONAL_LAYERS.match(rule.match.removeprefix(REGEX_PREFIX).rstrip("$"))
-    return optional is None and not any(matches(rule.match, name) for name in names)
+    return not _is_optional(rule.match) and not any(matches(rule.match, name) for name in names)
+
+
+def _is_optional(pattern: str) -> bool:
+    """Return True if a rule's pattern is for `OPTIONAL_LAYERS`: `lm_head`, `re:.*lm_head$`."""
+    return OPTIONAL_LAYERS.match(pattern.removeprefix(REGEX_PREFIX).strip("^$")) is not None
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -162,8 +166,7 @@ def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) 
     required_rules = [
         rule
         for rule in rules
-        if not rule.is_from_recipe
-        and (rule.scheme != KEEP or OPTIONAL_LAYERS.match(rule.match) is None)
+        if not rule.is_from_recipe and (rule.scheme != KEEP or not _is_optional(rule.match))
     ]
     raise_all(
         [
