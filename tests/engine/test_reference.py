@@ -2,15 +2,19 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn import Linear
 
 from tests.calibration.seeing import save_seeing
 from tests.command import ROOT
 from tests.models import quantize
+from tests.mutations.edits import config, spoiled
+from tests.texts import breaks
 from vexport.checkpoint.index import StoredQuantization, read_index
 from vexport.engine.reference import load_dequantized, schemes_of_layers
 from vexport.records import Json
+from vexport.rules import engine as rules
 
 
 def group(bits: int, *targets: str) -> dict[str, Json]:
@@ -49,6 +53,16 @@ def test_name_takes_precedence_over_class() -> None:
     schemes = schemes_of_layers({name: Linear(8, 8) for name in names}, stored, tensors)
     bits = {name: scheme.weights and scheme.weights.num_bits for name, scheme in schemes.items()}
     assert bits == {"layers.0.up_proj": 4, "layers.0.down_proj": 4, "layers.0.o_proj": 8}
+
+
+@pytest.mark.parametrize("changes", [{"model_type": "of-vllm"}, {"architectures": ["OfVllm"]}])
+def test_model_that_transformers_lacks(
+    changes: dict[str, Json], llama: Path, tmp_path: Path
+) -> None:
+    """`vexport load` then reports a note instead of the comparison."""
+    unknown = config((), **{"model_type": "t5", **changes})
+    with breaks(rules.REFERENCE):
+        load_dequantized(spoiled(llama, tmp_path / "copy", unknown))
 
 
 def test_model_with_vision_tower(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationMixin,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -37,7 +38,7 @@ from vexport.bus_errors import watch_for_cuts
 from vexport.checkpoint.index import StoredQuantization, find_quantization
 from vexport.checks.vllm.groups import INPUT, OUTPUT
 from vexport.engine.agreement import KL_LIMITS
-from vexport.errors import InputError
+from vexport.errors import InputError, first_line
 from vexport.files import atomic_path
 from vexport.formats import nearest_format
 from vexport.formats.base import EXPERT
@@ -75,8 +76,9 @@ def reference_logprobs(
     model computes in the checkpoint's dtype, but in bfloat16 if that is float32. With `jitter`, the
     embeddings are multiplied by 1 + jitter times normal noise, which is the same at every call.
 
-    Raises InputError if transformers finds no tensor for one of its weights, if the quantization
-    method is not compressed-tensors, or if the checkpoint has transforms of attention.
+    Raises InputError if transformers does not know the model or finds no tensor for one of its
+    weights, if the quantization method is not compressed-tensors, or if the checkpoint has
+    transforms of attention.
     """
     rows: list[torch.Tensor] = []
     stage = "reference with noise" if jitter else "reference"
@@ -190,17 +192,10 @@ def _continuation(model: Module, tokenizer: PreTrainedTokenizerBase, canary: Can
 def load_dequantized(checkpoint: Path) -> Module:
     """Return the checkpoint as a transformers model that rounds activations as in its schemes."""
     raw = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    config = AutoConfig.from_pretrained(checkpoint)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    dtype = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
-    # AutoModelForCausalLM does not have all models with a vision tower.
-    named = getattr(transformers, (config.architectures or [""])[0], None)
-    with torch.device("meta"):
-        if named is None:
-            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        else:
-            skeleton = named._from_config(config, dtype=dtype)
+    try:
+        config, dtype, skeleton = _without_weights(checkpoint)
+    except ValueError as error:  # vLLM has some models that transformers does not know
+        raise InputError.of(rules.REFERENCE, str(checkpoint), found=first_line(error)) from error
     logging.disable_progress_bar()
     tensors = _read_tensors(checkpoint)
     stored = {key.rpartition(".")[0] for key in tensors}
@@ -237,6 +232,22 @@ def load_dequantized(checkpoint: Path) -> Module:
                 InputRounding(rounding, scales).hook
             )
     return model.eval()
+
+
+def _without_weights(checkpoint: Path) -> tuple[PreTrainedConfig, torch.dtype, PreTrainedModel]:
+    """Return the config, the dtype, and transformers' model on the meta device."""
+    config = AutoConfig.from_pretrained(checkpoint)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    dtype = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+    # AutoModelForCausalLM does not have all models with a vision tower.
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        if named is None:
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        else:
+            skeleton = named._from_config(config, dtype=dtype)
+    return config, dtype, skeleton
 
 
 def _modules_of(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
