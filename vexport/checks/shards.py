@@ -42,9 +42,14 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
     With an index, vLLM loads the files that the index lists, and without an index all files in the
     folder (filter_duplicate_safetensors_files in model_loader/weight_utils.py). If two files
-    contain a tensor of the same name, vLLM keeps the tensor that it reads last.
+    contain a tensor of the same name, vLLM keeps the tensor that it reads last. If the folder has
+    files in Mistral's format, vLLM loads only these (_prepare_weights in default_loader.py).
     """
     root = view.index.root
+    if replacing := _files_of_mistral(view):
+        rule = rules.OTHER_FILES
+        has_config = (root / "params.json").is_file()
+        yield Finding.at(rule.as_warning if has_config else rule, str(root), names=replacing)
     if not vllm_finds_weights(root):
         yield Finding.at(rules.PATTERN_IN_PATH, str(root))
     if (root / INDEX_NAME).is_file():
@@ -65,6 +70,13 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                 )
                 yield _duplicate_finding(view, other, tensor, unread=unread)
     yield from _unlisted_files(view, places)
+
+
+def _files_of_mistral(view: CheckpointView) -> list[str]:
+    """Return the files in Mistral's format that vLLM loads in place of those that were judged."""
+    files = sorted(file.name for file in view.index.root.glob("consolidated*.safetensors"))
+    judged = {tensor.file.name for tensor in view.index.tensors.values()}
+    return [] if judged <= set(files) else files
 
 
 def _is_remnant(name: str, files: Mapping[Path, Mapping[str, TensorInfo]]) -> bool:

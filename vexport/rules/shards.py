@@ -13,6 +13,13 @@ PATTERN_IN_PATH = Rule(
     need="a path without [, ], * and ?",
     do="rename the folder, or give vLLM a link to it (ln -s)",
 )
+OTHER_FILES = Rule(
+    "shards/other-files",
+    claim="values",
+    got="{names:and}, and vLLM loads only files with such names if a folder has them",
+    need="a folder without consolidated*.safetensors, whose other files vLLM loads",
+    do="remove {names:and}, or set vLLM's load_format to safetensors and its config_format to hf",
+)
 UNLISTED_FILE = Rule(
     "shards/unlisted-file",
     "warning",
