@@ -43,13 +43,43 @@ def test_chunks_equal_exact_attention(tokens: int, value_size: int, scaling: flo
     assert float((found - exact).norm() / exact.norm()) < 0.004
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_masks_hide_earlier_tokens(batch: int) -> None:
+    """A sliding window, and a mask that differs between the rows of a batch."""
+    query, key, value = (
+        part.requires_grad_()
+        for part in (states(6, 200, 16), states(2, 200, 16), states(2, 200, 24))
+    )
+    mask = torch.ones(batch, 1, 200, 200, dtype=torch.bool).tril().triu(-50)
+    if batch > 1:
+        mask[1, :, 90:, :60] = False
+    wanted = torch.randn(2, 200, 6, 24).to(torch.bfloat16)
+    exact = [part.detach().double().requires_grad_() for part in (query, key, value)]
+    expected = attend(*exact, mask)
+    with causal_attention("cpu"):
+        found = attend(query, key, value, mask)
+    assert found.grad_fn is not None
+    assert "CausalProduct" in found.grad_fn.name()
+    assert float(((found - expected).norm() / expected.norm()).detach()) < 0.004
+    gradients = torch.autograd.grad(expected, exact, wanted.double())
+    for gradient, exactly in zip(
+        torch.autograd.grad(found, (query, key, value), wanted), gradients, strict=True
+    ):
+        assert float((gradient - exactly).norm() / exactly.norm()) < 0.007
+
+
 def test_other_calls_are_passed_on() -> None:
-    """Masks, other dtypes and attention to all tokens are left to torch."""
+    """Other masks, other dtypes and attention to later tokens are left to torch."""
     query, key, value = states(6, 40, 16), states(2, 40, 16), states(2, 40, 16)
-    mask = torch.ones(40, 40, dtype=torch.bool).tril(-3)
-    mask[:3] = True
+    causal = torch.ones(2, 1, 40, 40, dtype=torch.bool).tril()
+    added = torch.zeros(causal.shape, dtype=torch.bfloat16).masked_fill(~causal, -torch.inf)
+    without_itself, with_later = causal.clone(), causal.clone()
+    without_itself[1, 0, 7, 7], with_later[0, 0, 3, 4] = False, True
     calls = [
-        ((query, key, value, mask), {}),
+        ((query, key, value, causal.expand(2, 6, 40, 40)), {}),
+        ((query, key, value, added), {}),
+        ((query, key, value, without_itself), {}),
+        ((query, key, value, with_later), {}),
         ((query, key, value, None), {"is_causal": False}),
         ((query.float(), key.float(), value.float(), None), {}),
         ((query[:, :, :7], key, value, None), {}),

@@ -28,7 +28,8 @@ def causal_attention(device: str) -> Iterator[None]:
     """Compute causal attention of bf16 values in chunks inside the block, if that is faster.
 
     Scores, sums and probabilities have the same precision as in torch's attention. Only the order
-    of operations differs. Attention with a mask is not changed.
+    of operations differs. A Boolean mask may hide earlier tokens, as in a sliding window. Attention
+    to later tokens, and attention with other masks, is not changed.
     """
     if device != "cpu" or bf16_units() not in ("amx", "avx512"):
         yield
@@ -47,31 +48,52 @@ def _attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    is_causal = kwargs.get("is_causal")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
     has_bf16 = {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
-    masks = (attention_mask, kwargs.get("position_bias"), kwargs.get("dropout") or None)
-    has_mask = any(mask is not None for mask in masks)
+    has_more = any((kwargs.get("position_bias") is not None, kwargs.get("dropout")))
     # Batch, heads of keys, and tokens. Queries have more heads.
     has_shape = query.shape[::2] == key.shape[::2] and key.shape[:3] == value.shape[:3]
-    if not is_causal or not has_bf16 or has_mask or not has_shape or not query.numel():
+    if not has_bf16 or has_more or not has_shape or not query.numel():
+        return attend(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is None:
+        is_causal = kwargs.get("is_causal")
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+    else:
+        is_causal = _is_causal(attention_mask, query)
+    if not is_causal:
         return attend(module, query, key, value, attention_mask, **kwargs)
     scaling = kwargs.get("scaling")
-    return causal_product(
-        query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling
-    ), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return causal_product(query, key, value, scale, attention_mask), None
+
+
+def _is_causal(mask: torch.Tensor, query: torch.Tensor) -> bool:
+    """Return True if a mask lets each token attend to itself and to no later token.
+
+    The mask must be Boolean, (batch, 1, tokens, tokens), with a batch of 1 or of the queries.
+    """
+    batch, _, tokens, _ = query.shape
+    if mask.dtype != torch.bool or mask.shape[1:] != (1, tokens, tokens):
+        return False
+    has_itself = mask.diagonal(dim1=-2, dim2=-1).all()
+    return len(mask) in (1, batch) and bool(has_itself) and torch.equal(mask, mask.tril())
 
 
 def causal_product(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the causal attention of bf16 states (batch, heads, tokens, size).
 
     Several heads of `query` may share a head of `key` and `value`. The result is (batch, tokens,
-    heads, size of `value`). `scale` multiplies the scores.
+    heads, size of `value`). `scale` multiplies the scores. `mask` (1 or batch, 1, tokens, tokens)
+    is True for pairs of tokens that attend to each other.
     """
-    output: torch.Tensor = _CausalProduct.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
+    hidden = None if mask is None else ~mask
+    output: torch.Tensor = _CausalProduct.apply(query, key, value, scale, hidden)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -85,12 +107,13 @@ class _CausalProduct(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         scale: float,
+        hidden: torch.Tensor | None,
     ) -> torch.Tensor:
         batch, heads, tokens, _ = query.shape
-        ctx.scale = scale  # type: ignore[attr-defined]  # an attribute of the function
+        ctx.scale, ctx.hidden = scale, hidden  # type: ignore[attr-defined]  # of the function
         values = value.reshape(-1, tokens, value.shape[-1])
         output = value.new_empty(tokens, len(values), heads // key.shape[1], value.shape[-1])
-        for chunk, _, shares in _chunks(query, key, scale):
+        for chunk, _, shares in _chunks(query, key, scale, hidden):
             mixed = torch.bmm(shares.to(value.dtype), values[:, : chunk.stop])
             output[chunk] = _by_token(mixed, output[chunk])
         ctx.save_for_backward(query, key, value)
@@ -99,12 +122,13 @@ class _CausalProduct(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: torch.autograd.function.BackwardCFunction, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
         query, key, value = saved
         empty = query.new_empty(1, 1, 1)
         tokens, size = key.shape[2:]
         scale: float = ctx.scale  # type: ignore[attr-defined]  # set by `forward`
+        hidden: torch.Tensor | None = ctx.hidden  # type: ignore[attr-defined]  # as `scale`
         keys, values = (states.reshape(-1, tokens, states.shape[-1]) for states in (key, value))
         shape = (len(keys), query.shape[1] // key.shape[1], tokens, -1)
         wanted = gradient.transpose(1, 2).reshape(shape)
@@ -113,7 +137,7 @@ class _CausalProduct(torch.autograd.Function):
         key_gradient, value_gradient = (
             torch.zeros_like(states, dtype=torch.float32) for states in (keys, values)
         )
-        for chunk, rows, shares in _chunks(query, key, scale):
+        for chunk, rows, shares in _chunks(query, key, scale, hidden):
             last = chunk.stop
             error = wanted[:, :, chunk].flatten(1, 2)
             transposed = shares.to(value.dtype).transpose(1, 2)
@@ -132,13 +156,16 @@ class _CausalProduct(torch.autograd.Function):
             key_gradient.to(key.dtype).view_as(key),
             value_gradient.to(value.dtype).view_as(value),
             None,
+            None,
         )
 
 
 def _chunks(
-    query: torch.Tensor, key: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, scale: float, hidden: torch.Tensor | None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Yield some tokens at a time, with their queries and their probabilities in float32.
+
+    `hidden` (1 or batch, 1, tokens, tokens) is True for pairs that do not attend to each other.
 
     Probabilities are (heads of `key`, tokens of all heads that share it, tokens up to the last).
     """
@@ -155,9 +182,14 @@ def _chunks(
         empty = wide.new_empty(1, 1, 1)
         with exact_products(torch.bfloat16):
             scores = torch.baddbmm(empty, wide, keys[..., : chunk.stop], beta=0, alpha=scale)
-        scores.view(-1, count, chunk.stop)[..., first:].masked_fill_(
-            later[:count, :count], -torch.inf
-        )
+        if hidden is None:
+            scores.view(-1, count, chunk.stop)[..., first:].masked_fill_(
+                later[:count, :count], -torch.inf
+            )
+        else:
+            scores.view(batch, heads, count, chunk.stop).masked_fill_(
+                hidden[..., chunk, : chunk.stop], -torch.inf
+            )
         yield chunk, rows, torch.softmax(scores, -1)
 
 
