@@ -1,6 +1,6 @@
 """Gradients computed layer by layer, and the weights of tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.calibration.models import configs, samples, save
 from vexport.calibration import gradients
 from vexport.calibration.gradients import Gradients, GradientSquares, token_weights_of
+from vexport.calibration.inputs import Counted, CountedTokens
 from vexport.calibration.smoothing import find_smoothing
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import read_index
@@ -20,11 +21,13 @@ TEXT = samples((16, 11, 16, 16))
 OCTAVES = 5
 
 
-def gradient_of_last_token(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
+def gradient_of_last_token(
+    self: Gradients, logits: torch.Tensor, factors: torch.Tensor
+) -> torch.Tensor:
     """Compute the gradient as if the last token of the vocabulary were drawn at each place."""
     errors = torch.softmax(logits, -1)
     errors[..., -1] -= 1
-    return errors
+    return errors * factors[:, None]
 
 
 def token_weights(folder: Path) -> GradientSquares:
@@ -82,7 +85,9 @@ def test_token_weights_equal_whole_model_gradients(
 
 def test_infinite_gradients_give_no_weights(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        Gradients, "_logits_gradient", lambda self, logits: torch.full_like(logits, torch.inf)
+        Gradients,
+        "_logits_gradient",
+        lambda self, logits, factors: torch.full_like(logits, torch.inf),
     )
     assert token_weights(llama) == {}
 
@@ -106,8 +111,8 @@ def test_gradient_draws_one_token_per_place(llama: Path, monkeypatch: pytest.Mon
     """The walk goes through each layer forward and backward."""
     drawn, draw = list[torch.Tensor](), Gradients._logits_gradient
 
-    def keep(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
-        errors = draw(self, logits)
+    def keep(self: Gradients, logits: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        errors = draw(self, logits, factors)
         drawn.append((torch.softmax(logits, -1) - errors).float())
         return errors
 
@@ -120,3 +125,41 @@ def test_gradient_draws_one_token_per_place(llama: Path, monkeypatch: pytest.Mon
     for row in drawn:
         answer = torch.nn.functional.one_hot(row.argmax(-1), row.shape[-1]).float()
         torch.testing.assert_close(row, answer, rtol=0, atol=0.02)
+
+
+class CountedRows:
+    """The parts of a walk that tell which tokens of its row count."""
+
+    device = "cpu"
+
+    def __init__(self, tokens: int, counted: Sequence[bool] | None) -> None:
+        self.ids = [torch.zeros(1, tokens)] * 4
+        self._counted = None if counted is None else CountedTokens.of(counted, "cpu")
+
+    def counted_of(self, index: int) -> Counted:
+        return self._counted
+
+
+@pytest.mark.parametrize("counted", [None, [place % 3 > 0 for place in range(200)]])
+def test_predictions_stand_for_all_counted_tokens(counted: Sequence[bool] | None) -> None:
+    """In four rows, the mean square of a counted token's factors is 1."""
+    walk = CountedRows(200, counted)
+    chosen = Gradients(walk, [], prediction_step=4)  # type: ignore[arg-type]  # only these parts
+    expected = torch.ones(200) if counted is None else torch.tensor(counted, dtype=torch.float32)
+    squares = torch.zeros(200)
+    for row in range(4):
+        places, factors = chosen._predictions(row)
+        assert places[:64].tolist() == expected.nonzero()[:64, 0].tolist()
+        assert len(places) <= 64 + -(-(int(expected.sum()) - 64) // 4)
+        squares[places] += factors.square() / 4
+    assert squares.tolist() == expected.tolist()
+
+
+@pytest.mark.usefixtures("matmul_in_model_dtype")
+def test_logits_of_some_tokens_equal_those_of_all(llama: Path) -> None:
+    walk = LayerWalk(read_index(llama))
+    with walk.start(ROWS) as hidden:
+        walk.forward(hidden)
+        places = torch.tensor([2, 3, 11])
+        some, whole = walk.logits(0, hidden[0], places), walk.logits(0, hidden[0])
+    torch.testing.assert_close(some, whole[:, places], rtol=1e-2, atol=1e-2)

@@ -31,6 +31,9 @@ KEPT_BYTES = 2**28
 NOT_KEPT = "the gradients are measured again from the first layer"
 # Maximum number of probabilities in memory at a time.
 CHUNK_ELEMENTS = 1 << 22
+# Number of tokens at the beginning of a row whose predictions always have gradients, because their
+# octaves have few tokens.
+FIRST_PREDICTIONS = 64
 
 
 class Gradients:
@@ -39,10 +42,16 @@ class Gradients:
     The forward pass keeps the input of every layer. `watchers` watch the backward pass, in which
     torch computes gradients. If the gradient of a row cannot be computed, the backward pass
     continues for this row without gradients.
+
+    The gradients come from the predictions of each row's first tokens, and of one in
+    `prediction_step` later tokens.
     """
 
-    def __init__(self, walk: LayerWalk, watchers: Sequence[Watcher]) -> None:
+    def __init__(
+        self, walk: LayerWalk, watchers: Sequence[Watcher], *, prediction_step: int = 1
+    ) -> None:
         self._walk = walk
+        self._step = prediction_step
         self._watchers = watchers
         # The inputs of the first layer for all rows, the inputs of the second layer and so on. The
         # inputs of the head come last.
@@ -128,22 +137,33 @@ class Gradients:
     def _head_gradient(self, index: int) -> torch.Tensor | None:
         """Compute the gradient of the last layer's output."""
         states = self._layer_input(len(self._walk.layers), index)
-        output_gradient = partial(self._counted_gradient, index)
-        return _gradient(states, partial(self._walk.logits, index), output_gradient)
+        places, factors = self._predictions(index)
+        run = partial(self._walk.logits, index, places=places)
+        return _gradient(states, run, partial(self._logits_gradient, factors=factors))
 
-    def _counted_gradient(self, index: int, logits: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the cross-entropy, which is zero at tokens that do not count."""
-        errors = self._logits_gradient(logits)
-        counted = self._walk.counted_of(index)
-        if counted is not None:
-            errors.masked_fill_(~counted.mask[:, None], 0)
-        return errors
+    def _predictions(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens of a row whose predictions have gradients, and the gradients' factors.
 
-    def _logits_gradient(self, logits: torch.Tensor) -> torch.Tensor:
+        Only counted tokens are chosen. Target tokens are drawn independently, so the mean square of
+        a module's gradient is the sum of the mean squares from each prediction. With the root of
+        the step as its factor, a prediction stands for those that are left out. The next row leaves
+        out other places.
+        """
+        counted, device = self._walk.counted_of(index), self._walk.device
+        tokens = self._walk.ids[index].shape[1]
+        places = torch.arange(tokens, device=device) if counted is None else counted.places
+        first, later = places[:FIRST_PREDICTIONS], places[FIRST_PREDICTIONS:]
+        later = later[index % self._step :: self._step]
+        factors = torch.ones(len(first) + len(later), device=device)
+        factors[len(first) :] = self._step**0.5
+        return torch.cat([first, later]), factors
+
+    def _logits_gradient(self, logits: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the cross-entropy for logits (1, tokens, vocabulary).
 
         A target token is drawn from the probabilities at each position. The gradient equals the
-        probabilities, except that 1 is subtracted from the target token's probability.
+        probabilities, except that 1 is subtracted from the target token's probability. Each
+        token's gradient is multiplied by its factor.
         """
         errors = torch.empty_like(logits)
         rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
@@ -158,7 +178,7 @@ class Gradients:
                 probabilities.shape[-1] - 1
             )
             error.copy_(probabilities.scatter_add_(1, drawn, torch.full_like(share, -1.0)))
-        return errors
+        return errors.mul_(factors[:, None].to(errors.dtype))
 
 
 def _gradient(

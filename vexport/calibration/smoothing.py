@@ -290,6 +290,11 @@ def _is_exact(before: torch.Tensor, after: torch.Tensor) -> bool:
     return torch.equal(torch.frexp(before.float()).mantissa, torch.frexp(after.float()).mantissa)
 
 
+# Token weights are averages over many tokens, so one prediction in four is enough. With a large
+# vocabulary, the predictions take as long as all layers.
+PREDICTION_STEP = 4
+
+
 def find_smoothing(
     walk: LayerWalk,
     samples: Samples,
@@ -314,7 +319,8 @@ def find_smoothing(
             watchers.append(weigher)
         if smoothed:
             watchers.append(smoother)
-        Gradients(walk, watchers).run(samples, on_progress)
+        step = 1 if smoothed else PREDICTION_STEP
+        Gradients(walk, watchers, prediction_step=step).run(samples, on_progress)
         return smoother.smoothing, weigher.mean_squares()
 
     return on_first(find)

@@ -5,6 +5,7 @@ are watchers. If a forward computes a value that is not finite, the error names 
 with such a value.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -430,14 +431,28 @@ class LayerWalk:
         for stream, index, output in outputs:
             stream[index] = output
 
-    def logits(self, index: int, states: torch.Tensor) -> torch.Tensor:
-        """Return a row's logits (1, tokens, vocabulary) from its states behind the last layer."""
+    def logits(
+        self, index: int, states: torch.Tensor, places: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return a row's logits (1, tokens, vocabulary) from its states behind the last layer.
+
+        If `places` (tokens,) int64 is given, only these tokens of the row have logits.
+        """
         self._row = index
+        if places is None:
+            return self._logits(index, states)
+        # Most of transformers' models can leave out tokens, which saves time.
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            return self._logits(index, states, logits_to_keep=places)
+        return self._logits(index, states)[:, places]
+
+    def _logits(self, index: int, states: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         with (
             single_sequences(),
             replayed_layers(self.layers, self.on_device(states), self._captured.rest),
         ):
-            logits: torch.Tensor = self.model(input_ids=self.ids[index], use_cache=False).logits
+            output = self.model(input_ids=self.ids[index], use_cache=False, **kwargs)
+        logits: torch.Tensor = output.logits
         return logits
 
     def not_finite_error(
