@@ -1,5 +1,6 @@
 """Build transformers models without weights, check torch devices, and store hidden states."""
 
+import ctypes
 import mmap
 import os
 import tempfile
@@ -14,6 +15,12 @@ import transformers
 from vexport.errors import InputError, first_line
 from vexport.errors.extras import mismatch_of
 from vexport.rules import calibration as rules
+
+# Options of glibc's `mallopt` (malloc.h) and their values. Smaller blocks than the first value come
+# from the heap. The heap's end is returned to the operating system if more than the second value is
+# free there.
+M_MMAP_THRESHOLD, LARGEST_HEAP_BYTES = -3, 1 << 25
+M_TRIM_THRESHOLD, FREE_HEAP_BYTES = -1, 1 << 26
 
 
 def build_on_meta(
@@ -31,6 +38,7 @@ def build_on_meta(
     of threads from the beginning, the two calls could compute different bytes.
     """
     torch.set_num_threads(numba.get_num_threads())
+    keep_freed_memory()
     try:
         model = _build(root, trust_remote_code)
     except Exception as error:  # the model's code may raise any error
@@ -44,6 +52,18 @@ def build_on_meta(
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
     return model.eval()
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep the memory of freed tensors for the next tensors, 64 MiB at most.
+
+    Otherwise glibc returns it to the operating system after each layer, and the next layer's first
+    access to each page is a page fault. Other C libraries are not changed.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGEST_HEAP_BYTES)
+        mallopt(M_TRIM_THRESHOLD, FREE_HEAP_BYTES)
 
 
 def _build(root: Path, trust_remote_code: bool) -> transformers.PreTrainedModel:
