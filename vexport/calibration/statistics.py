@@ -131,18 +131,20 @@ class Statistics:
             self.routed[name] = self.routed[name] + counts if name in self.routed else counts
         finite = list[tuple[str, torch.Tensor]]()
         last: torch.Tensor | None = None
+        squares: Importance | None = None
         for site in sites if self.inputs or self.importance else ():
             for layer, activation in inputs.values(site, value, all_experts=self.all_experts):
                 if not activation.numel():
                     continue
                 if activation is not last:  # q, k and v share an input
-                    last = activation
+                    last, squares = activation, None
                     rows = channel_extremes(activation)
                     finite.append((layer, torch.isfinite(rows).all()))
                 if layer in self.inputs:
                     observe_activation(self.inputs[layer], activation, rows)
                 if layer in self.importance and counted is None:
-                    self.importance[layer].add(activation)
+                    squares = squares or Importance.of(activation)
+                    self.importance[layer].add(squares)
             if counted is not None:
                 self._add_importance(inputs, site, of_counted)
         return finite
@@ -154,7 +156,7 @@ class Statistics:
             return
         for layer, activation in inputs.values(site, value, all_experts=self.all_experts):
             if layer in self.importance:
-                self.importance[layer].add(activation)
+                self.importance[layer].add(Importance.of(activation))
 
     def sync(self) -> None:
         """Reduce the statistics over all ranks. Every rank must call this, also without tokens."""

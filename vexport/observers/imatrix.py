@@ -37,12 +37,17 @@ class Importance:
         """Return an empty importance."""
         return cls(torch.zeros(channels, dtype=torch.float64))
 
-    def add(self, inputs: torch.Tensor) -> None:
-        """Add inputs of shape (..., channels)."""
+    @classmethod
+    def of(cls, inputs: torch.Tensor) -> "Importance":
+        """Return the importance of inputs of shape (..., channels)."""
         # Over several dimensions, torch adds up float32 values in float64 25 times as slowly.
         squares = inputs.detach().reshape(-1, inputs.shape[-1]).to(torch.float32).pow(2)
-        self.total = self.total.to(inputs.device) + squares.sum(0, dtype=self.total.dtype)
-        self.tokens += len(squares)
+        return cls(squares.sum(0, dtype=torch.float64), len(squares))
+
+    def add(self, other: "Importance") -> None:
+        """Add the importance of other tokens."""
+        self.total = self.total.to(other.total.device) + other.total
+        self.tokens += other.tokens
 
     def all_reduce(self) -> None:
         """Sum the importance of all ranks, on any device; every rank must call this method."""

@@ -138,7 +138,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver, imatrix.IMatrixMSE):
             first = inputs[0] if inputs else None
             first = first[0] if isinstance(first, tuple) and first else first
             if isinstance(first, torch.Tensor):
-                gathered.add(first)
+                gathered.add(Importance.of(first))
 
         self._hook = module.register_forward_pre_hook(gather)
 
