@@ -109,7 +109,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
     """Parse a header.
 
     Raises ValueError for duplicate names and keys. The format forbids duplicates, but safetensors
-    accepts them and uses the last one.
+    accepts some of them and uses the last one.
     """
     header = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     if not isinstance(header, dict):
