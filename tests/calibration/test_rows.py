@@ -75,6 +75,8 @@ SAME_TURNS: Mapping[str, object] = {
     "prompt of turns": {"prompt": [USER], "completion": [ANSWER]},
     "prompt and turn": {"prompt": "one plus two", "completion": [ANSWER]},
     "chosen": {"prompt": "one plus two", "chosen": "three", "rejected": "four"},
+    "chosen turns": {"prompt": "one plus two", "chosen": TURNS, "rejected": [USER]},
+    "chosen turns after turns": {"prompt": [USER], "chosen": TURNS},
     "text of a turn": {
         "messages": [{"role": "user", "text": "one plus two"}, {"role": "gpt", "content": "three"}]
     },
@@ -559,6 +561,10 @@ def test_long_numbers_and_half_characters(tmp_path: Path) -> None:
     file.write_text('{"input_ids": [1, ' + "7" * 5000 + "]}\n")
     with assert_raises(InputError, "line 1", "input_ids that are not a list of integers"):
         read(file)
+    table = tmp_path / "rows.csv"
+    table.write_text('input_ids\n"[1, 7]"\n')
+    with assert_raises(InputError, "row 1", "input_ids that are not a list of integers"):
+        read(table)
     for text in ("4 \\ud83d 5", "4 \\udc00"):
         file.write_text(f'{{"text": "{text}"}}\n')
         with assert_raises(InputError, "line 1", "half of a surrogate pair"):

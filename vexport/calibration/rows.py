@@ -204,7 +204,7 @@ def _describe_unknown_row(raw: Mapping[object, object]) -> str:
 
 def _row_of_column(raw: Mapping[object, object], key: str) -> Row:
     value = _parsed_turns(raw[key], key)
-    if isinstance(value, str):
+    if isinstance(value, str) and key != "input_ids":
         return Row(text=value)
     if _is_turn(value):
         value = [value]
@@ -279,7 +279,12 @@ def _row_of_pair(raw: Mapping[object, object], question: str, answer: str) -> Ro
         if isinstance(value, str):
             messages.append(_turn(role, value))
         elif isinstance(value, Mapping | Sequence):
-            messages += _messages([value] if isinstance(value, Mapping) else value, key)
+            turns = list(_messages([value] if isinstance(value, Mapping) else value, key))
+            # In data of preferences, an answer may be a whole conversation with the question.
+            roles = (turn["role"] for turn in turns)
+            if next((role for role in roles if role != "system"), None) == "user":
+                messages.clear()
+            messages += turns
         else:
             raise RowError(
                 f"a {question} and {answer} that are not two strings or two lists of messages"
