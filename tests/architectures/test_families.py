@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.architectures.families import FAMILIES, save_family, split
+from tests.architectures.families import FAMILIES, Family, save, save_family, split
 from tests.command import vexport
 from tests.models import dequantized, quantize
 from tests.mutations.edits import all_of, change_all, spoiled
@@ -326,3 +326,11 @@ def test_transposed_experts_give_same_layers(tmp_path: Path) -> None:
     )
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_hunyuan_router_stays_unquantized(tmp_path: Path) -> None:
+    """HunYuan's router is the layer `wg` of the module `gate`."""
+    experts = {"num_experts": 4, "moe_topk": [2, 2], "intermediate_size": 128}
+    source = save(Family("hunyuan_v1_moe", experts), tmp_path / "model")
+    kept = [name for name in plan_of(source).kept_linears if "layers" in name]
+    assert kept == ["model.layers.0.mlp.gate.wg", "model.layers.1.mlp.gate.wg"]

@@ -34,7 +34,7 @@ Place = Literal["decoder", "tower", "outside", "unquantizable"]
 RENUMBERED = re.compile(r"(?:^|\.)(?:mtp_block|mtp_layers)\.(\d+)\.")
 PREDICTION = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_\w+)\b")
 SENSITIVE_LAYERS = re.compile(
-    r"(?:.*\.)?(?:\w*router\w*(?:\.layer)?|\w*gate|\w*norm\w*|\w*conv1d\w*|\w+_coefs|in_proj_(?:ba|b|a))$"
+    r"(?:.*\.)?(?:\w*router\w*(?:\.layer)?|\w*gate(?:\.wg)?|\w*norm\w*|\w*conv1d\w*|\w+_coefs|in_proj_(?:ba|b|a))$"
 )
 # vLLM's endings of tensors that hold all experts of a layer
 # (RoutedExperts.build_expert_params_mapping).
