@@ -1,11 +1,14 @@
 """Warnings about a quantized checkpoint: missing calibration, and unquantized layers."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tests.architectures.families import save_family
 from tests.reports import sample
 from tests.texts import assert_contains
+from vexport import api
 from vexport.plan.rules import DEFAULT_TOKENS, enough_tokens
 from vexport.plan.shapes import KEPT
 from vexport.quantize.warnings import (
@@ -14,6 +17,7 @@ from vexport.quantize.warnings import (
     fallback_warnings,
     little_quantized_warnings,
     little_text_warnings,
+    unknown_expert_warnings,
     unsupported_warnings,
 )
 from vexport.records import CalibrationRecord, Finding
@@ -63,6 +67,12 @@ def test_kept_layers_and_few_quantized_weights() -> None:
     assert "only 25% of the weights" in few
     assert not [*little_quantized_warnings(plan, layers - 1, plan.parameters)]
     assert not [*little_quantized_warnings(plan, layers, plan.parameters // 4)]
+
+
+def test_unquantized_experts_are_named(tmp_path: Path) -> None:
+    source = save_family("gpt-oss", tmp_path / "model")
+    (line,) = unknown_expert_warnings(api.plan(source, scheme="FP8_DYNAMIC"))
+    assert_contains(line, "model.layers.0.mlp.experts.down_proj and 7 more", "stay unquantized")
 
 
 def test_too_little_text() -> None:

@@ -11,6 +11,7 @@ from vexport.quantize.warnings import (
     fallback_warnings,
     little_quantized_warnings,
     little_text_warnings,
+    unknown_expert_warnings,
     unsupported_warnings,
 )
 from vexport.records import CalibrationRecord, Quantized
@@ -51,6 +52,7 @@ def quantized_result(
         rounding=rounding,
         warnings=(
             *unsupported_warnings(plan),
+            *unknown_expert_warnings(plan),
             *little_quantized_warnings(plan, len(members), quantized),
             *fallback_warnings(rounding),
             *little_text_warnings(calibration, rounding),

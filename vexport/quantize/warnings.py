@@ -9,6 +9,7 @@ from vexport.plan.shapes import KEPT
 from vexport.records import CalibrationRecord, Finding
 from vexport.records.calibration import RoundingReport
 from vexport.records.values import join_limited
+from vexport.rules.architecture import UNKNOWN_EXPERTS
 from vexport.rules.rounding import FALLBACK
 
 # If both the share of quantized weights and the share of quantized linear layers are below this
@@ -31,6 +32,13 @@ def unsupported_warnings(plan: Plan) -> Iterator[str]:
         more = f" and {len(others):,} more" if others else ""
         treatment = "stay unquantized" if remedy == KEPT else remedy
         yield f"{first.where}{more} {treatment}: {first.got}"
+
+
+def unknown_expert_warnings(plan: Plan) -> Iterator[str]:
+    """Yield a warning if experts stay unquantized because vexport does not know their layout."""
+    for note in plan.notes:
+        if note.rule == UNKNOWN_EXPERTS.id:
+            yield f"{note.where} stay unquantized: {note.got}"
 
 
 def little_quantized_warnings(plan: Plan, layers: int, parameters: int) -> Iterator[str]:
