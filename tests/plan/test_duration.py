@@ -30,6 +30,13 @@ def test_seconds_follow_tokens_and_weights(llama: Path) -> None:
     assert few < rounded < more < 100 * rounded
 
 
+def test_smoothing_reads_a_few_rows(llama: Path) -> None:
+    """W8A8 needs no statistics, so only the rows for gradients run."""
+    smoothed = plan(llama, scheme="W8A8", has_text=True)
+    few, many = (calibration_seconds(smoothed, samples=rows, seq_len=64) for rows in (16, 800))
+    assert few == many > 0
+
+
 def test_only_long_calibrations_have_a_line(llama: Path) -> None:
     static = plan(llama, scheme="FP8", has_text=True)
     second = 1 / calibration_seconds(static, samples=1, seq_len=1)

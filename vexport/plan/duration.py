@@ -9,7 +9,12 @@ from vexport.architectures.linears import names_of
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.numerics.cpu import bf16_units
-from vexport.plan.rules import SMOOTHING_ROWS, TOKEN_WEIGHT_ROWS, rounds_with_text
+from vexport.plan.rules import (
+    SMOOTHING_ROWS,
+    TOKEN_WEIGHT_ROWS,
+    rounds_with_text,
+    statistics_need,
+)
 
 # Time per weight to search scales and to round column by column, as the number of float32
 # operations that a matrix product does in this time. `calibration_operations` adds the matrix
@@ -78,11 +83,11 @@ def calibration_operations(
         # A forward pass, then a second forward pass and a backward pass. The head is not part of
         # the first forward pass. Each pass takes 2 operations for each weight and token.
         gradients = rows * seq_len * (3 * 2 * weights + 2 * 2 * head) + pictures * rows / samples
-    # A refit uses the outputs of the tower for both models.
-    once = gradients + pictures
     forward = 2 * weights * tokens
     if not rounds_with_text(plan):
-        return once + forward
+        return gradients + (pictures + forward if statistics_need(plan) else 0.0)
+    # A refit uses the outputs of the tower for both models.
+    once = gradients + pictures
     streams = 2 if refitted else 1
     # The moments of the inputs are symmetric, so only half of them is computed. A refit also needs
     # the products between the inputs of the original and of the quantized model.
