@@ -134,6 +134,20 @@ def test_inconclusive_run_is_no_event(tmp_path: Path) -> None:
 _OUTCOMES: tuple[Outcome, ...] = ("PASS", "INCONCLUSIVE", "FAIL", "INCONCLUSIVE", "PASS")
 
 
+def test_other_questions_between_comparable_runs(tmp_path: Path) -> None:
+    """Each run is compared with the latest run that has the same limit."""
+    results: list[tuple[Outcome, str]] = [
+        *(("PASS", "640"), ("FAIL", "320")),
+        *(("FAIL", "640"), ("PASS", "320")),
+    ]
+    reports = [
+        replace(verdict(outcome, day=5 + number, limit=limit), accepted=None)
+        for number, (outcome, limit) in enumerate(results)
+    ]
+    folders = write(tmp_path, **{f"r{number}": run(each) for number, each in enumerate(reports)})
+    assert events(history(folders)) == ["", "", "first regression", "passes again"]
+
+
 def test_first_run_that_fails_against_a_source(tmp_path: Path) -> None:
     """A model that never passed has not regressed."""
     failed = [replace(verdict("FAIL", day=day), accepted=None) for day in (5, 12)]

@@ -299,10 +299,10 @@ def _with_events(entry: _Entry, settled: "_Settled") -> HistoryRow:
 
 
 class _Settled:
-    """Latest outcome of each task in each series, with the settings of its questions."""
+    """Outcomes of each task in each series so far, with the settings of its questions."""
 
     def __init__(self) -> None:
-        self._latest: dict[Hashable, tuple[Outcome, Fingerprint]] = {}
+        self._earlier: dict[Hashable, list[tuple[Outcome, Fingerprint]]] = {}
 
     def event(self, entry: _Entry, task: HistoryTask) -> RowEvent:
         """Return the event of a task, which has passed if its baseline is an accepted one."""
@@ -317,7 +317,7 @@ class _Settled:
         """Return the event of loading the checkpoint. An accepted baseline has been loaded."""
         if entry.loads is None:
             return ""
-        first, _ = self._latest.get((_ACCEPTED, "load"), (None, {}))
+        first: Outcome | None = "PASS" if (_ACCEPTED, "load") in self._earlier else None
         outcome: Outcome = "PASS" if entry.loads else "FAIL"
         is_variant = bool(entry.row.setting)
         return self._next((entry.series, "load"), outcome, {}, None if is_variant else first)
@@ -325,11 +325,15 @@ class _Settled:
     def _next(
         self, key: Hashable, now: Outcome | None, questions: Fingerprint, first: Outcome | None
     ) -> RowEvent:
-        before, asked = self._latest.get(key, (first, questions))
+        earlier = self._earlier.setdefault(key, [])
+        comparable = (
+            outcome
+            for outcome, asked in reversed(earlier)
+            if not (asked and questions and changed_names(asked, questions))
+        )
+        before = next(comparable, first)
         if now in ("PASS", "FAIL"):
-            self._latest[key] = now, questions
-        if asked and questions and changed_names(asked, questions):
-            before = first
+            earlier.append((now, questions))
         if (before, now) == ("PASS", "FAIL"):
             return "first regression"
         return "passes again" if (before, now) == ("FAIL", "PASS") else ""
