@@ -115,7 +115,7 @@ def load(
 
     The reference is the model in transformers, with the weights dequantized by compressed-tensors.
     vLLM also generates 200 tokens for each test prompt (canary). vexport reports NaN and infinity,
-    repetition, early ends and text in another script. One engine is started for each --tp, on as
+    empty text, repetition and text in another script. One engine is started for each --tp, on as
     many devices.
 
     With --dry, vLLM's model class and weight loaders run on headers only, for every --tp and --sm.
