@@ -9,7 +9,7 @@ import pytest
 
 from tests.architectures.families import save_family
 from tests.command import vexport
-from tests.models import Good, save_llama, save_qwen3
+from tests.models import Good, save_llama, save_qwen3, save_qwen3_moe
 from tests.texts import assert_contains
 from vexport.architectures.fusion import FusedLayer
 from vexport.checkpoint.index import read_index
@@ -328,3 +328,13 @@ def test_groups_have_all_settings_of_treatment() -> None:
     group = FusionGroup.from_layer(layer, [linear], Treatment(**settings))
     assert {name: getattr(group, name) for name in settings} == settings
     assert (group.layer, group.members) == (layer, (linear,))
+
+
+@pytest.mark.parametrize("scheme", ["FP8_CHANNEL.A16", "FP8_CHANNEL.FP8_TENSOR", "W4A8"])
+def test_scheme_without_experts_is_refused(tmp_path: Path, scheme: str) -> None:
+    model = save_qwen3_moe(tmp_path / "model")
+    refused = {refusal.where for refusal in plan_of(model, ("Linear", scheme)).refusals}
+    assert refused
+    assert all(".experts." in where for where in refused)
+    only_dense = plan_of(model, ("re:.*[.]experts[.].*", "keep"), ("Linear", scheme))
+    assert only_dense.refusals == ()

@@ -16,6 +16,7 @@ from vexport.rules.shape import UNSUPPORTED
 SHAPE = "shape"
 # Remedy in notes on layers that do not fit.
 KEPT = "kept unquantized"
+NO_EXPERTS = "vLLM does not run routed experts in this scheme"
 RANKS_ADVICE = "serve it on another number of GPUs (--tp)"
 
 
@@ -57,6 +58,9 @@ def _unsupported(group: FusionGroup, names: Names, ranks: Sequence[int]) -> str 
         reason = unsupported_on(group.layer, group.members, group.scheme, names, count)
         if reason:
             return reason
+    is_routed = moe_layer(group.members[0].name) is not None
+    if is_routed and not group.scheme.format.runs_experts(group.scheme.args):
+        return NO_EXPERTS
     return None
 
 
