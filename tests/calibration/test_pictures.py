@@ -622,7 +622,7 @@ def test_missing_processor(llava: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(is_installed("torchvision"), reason="torchvision is installed")
-@pytest.mark.parametrize("processor", ["Gemma4Processor", "Llama4Processor"])
+@pytest.mark.parametrize("processor", ["Gemma4Processor", "Llama4Processor", "SmolVLMProcessor"])
 def test_missing_torchvision_is_named(processor: str, llava: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(llava, tmp_path / "model")
     image_processor = processor.replace("Processor", "ImageProcessor")

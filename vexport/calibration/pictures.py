@@ -314,8 +314,10 @@ def _load(checkpoint: Path, trust_remote_code: bool) -> Any:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise InputError.of(rules.PROCESSOR_CODE, str(checkpoint)) from None
-        # Some processors import torchvision, and others raise errors that name it.
-        lacks_torchvision = isinstance(error, ImportError) or "torchvision" in str(error).lower()
+        # Some processors import torchvision, others raise errors that name it, and others need
+        # their part for video, which `_without_video` leaves out.
+        named = re.search("torchvision|video_processor", str(error), re.IGNORECASE)
+        lacks_torchvision = isinstance(error, ImportError) or named is not None
         if lacks_torchvision and not is_installed("torchvision"):
             raise MissingPackage("torchvision", f"{_PURPOSE} of {checkpoint}") from None
         reason = first_line(error)
