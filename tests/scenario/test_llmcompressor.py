@@ -190,6 +190,11 @@ def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
         ),
         (
             "QuantizationModifier",
+            "config_groups: {g: {targets: [Linear], weights: {num_bits: 8}, input_activation: {}}}",
+            "config_groups.g.input_activation: got an unknown key",
+        ),
+        (
+            "QuantizationModifier",
             "config_groups: {g: {targets: [Linear], weights: {num_bits: 8}, "
             "output_activations: {a: 8}}}",
             "output_activations: got quantized outputs",

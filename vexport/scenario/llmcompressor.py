@@ -47,6 +47,8 @@ _IGNORED_KEYS = (
     *("start", "end", "group", "bypass_divisibility_checks"),
 )
 _GPTQ_KEYS = ("dampening_frac", "actorder")
+# `format` has no effect: vexport writes the format of the scheme.
+_GROUP_KEYS = ("targets", "weights", "input_activations", "output_activations", "format")
 # Default of llm-compressor and of vexport.quantize.gptq. A test checks that they are equal.
 GPTQ_DAMPING = 0.01
 _STATIC_ORDERS = (None, "static", "weight")
@@ -331,6 +333,7 @@ def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, Jso
                 need = "no output_activations, because vLLM does not quantize outputs"
                 modifier.refuse(f"{where}.output_activations", "quantized outputs", need)
             else:
+                _refuse_unknown_of_group(modifier, where, group)
                 named = targets if group.get("targets") is None else group["targets"]
                 names = [str(target) for target in (named if isinstance(named, list) else [named])]
                 inputs = _inputs(group.get("input_activations"))
@@ -343,6 +346,13 @@ def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, Jso
         yield "scheme", targets, {"scheme": _scheme(scheme)}
     elif modifier.name in MODIFIERS and "kv_cache_scheme" not in modifier.keys:
         modifier.refuse("scheme", "nothing", "scheme or config_groups", "add one of them")
+
+
+def _refuse_unknown_of_group(modifier: _Modifier, where: str, group: Keys) -> None:
+    for key in group:
+        if key not in _GROUP_KEYS:
+            fix = f"remove it{nearest_hint(key, _GROUP_KEYS)}"
+            modifier.refuse(f"{where}.{key}", "an unknown key", "a key of a config group", fix)
 
 
 def _without_empty_groups(groups: JsonValue) -> JsonValue:
