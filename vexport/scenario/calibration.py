@@ -85,7 +85,7 @@ class Calibration(ScenarioSection):
     ] = None
     samples: Annotated[Positive, Strict(), Option("Number of samples to use.", "Calibration")] = 128
     seq_len: Annotated[
-        Positive, Strict(), Option("Number of tokens per sample.", "Calibration")
+        Positive, Strict(), Option("Maximum number of tokens per sample.", "Calibration")
     ] = 512
     seed: Annotated[
         int | None,
@@ -103,7 +103,8 @@ class Calibration(ScenarioSection):
     calibrate_on: Annotated[
         Literal["answers"] | None,
         Option(
-            "Count only the tokens of `answers` in statistics; all tokens run through the model.",
+            "Count only the tokens of `answers`, except for ranges; all tokens run through the "
+            "model.",
             "Calibration",
             unset="count all tokens",
             more="See [answers only](calibration.md#answers-only).",

@@ -127,7 +127,7 @@ MarginSetting = Annotated[
         "Verdict",
         metavar="[TASK=]M|P%",
         unset=f"{DEFAULT_MARGIN} or {100 * DEFAULT_RELATIVE_MARGIN:g}%",
-        more='In a scenario also by task: `{gsm8k: 0.03, wikitext: "2%"}`.',
+        more='A suite has its own. In a scenario also by task: `{gsm8k: 0.03, wikitext: "2%"}`.',
     ),
 ]
 AlphaSetting = Annotated[

@@ -298,9 +298,9 @@ class Rule(ScenarioSection):
     match: Annotated[
         str,
         Key(
-            "`Linear` for every linear layer, a module's name, its last parts (`lm_head`, "
-            "`self_attn.q_proj`), or `re:` and a regular expression that matches from the start "
-            "of the name."
+            "`Linear` for the linear layers of the decoder, a module's name, its last parts "
+            "(`lm_head`, `self_attn.q_proj`), or `re:` and a regular expression that matches from "
+            "the start of the name."
         ),
     ]
     scheme: Annotated[

@@ -93,7 +93,11 @@ class EngineSettings(ScenarioSection):
     ] = None
     max_num_seqs: Annotated[
         Positive | None,
-        Option("Maximum number of sequences at once.", "vLLM", unset="vLLM's default"),
+        Option(
+            "Maximum number of sequences at once.",
+            "vLLM",
+            unset="64 on a CPU, else vLLM's default",
+        ),
     ] = None
     kv_cache_dtype: Annotated[
         str | None,
