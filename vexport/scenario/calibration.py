@@ -113,7 +113,8 @@ class Calibration(ScenarioSection):
     all_experts: Annotated[
         bool,
         Option(
-            "Run every token through all experts, or only through those that the router selects.",
+            "For static scales and importance, count every token for all experts, or only for the "
+            "experts that the router selects.",
             "Calibration",
             names="--calibrate-all-experts",
         ),
