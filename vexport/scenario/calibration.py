@@ -113,8 +113,7 @@ class Calibration(ScenarioSection):
     all_experts: Annotated[
         bool,
         Option(
-            "For static scales and importance, count every token for all experts, or only for the "
-            "experts that the router selects.",
+            "For static scales, count every token for all experts, or only tokens routed to them.",
             "Calibration",
             names="--calibrate-all-experts",
         ),
