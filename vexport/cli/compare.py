@@ -201,7 +201,7 @@ _evaluate_options = stacked(
 @session_options
 @option(
     "--run-dir",
-    "Folder of the results [default: runs/compare-NAME, or runs/variants-NAME].",
+    "Folder of the results [default: runs/{compare,variants,versions}-NAME].",
     PATH,
     heading="Output",
 )
@@ -228,7 +228,7 @@ def compare(
     With --serve, CHECKPOINT is served in each setting, by vexport's interpreter (or
     VEXPORT_VLLM_PYTHON) and by each --vllm-python. The first variant is the baseline. A setting
     that vLLM refuses is a row with the reason. Exit code 0: every variant passes; 1: one fails or
-    is refused; 3: one is inconclusive.
+    is refused; 4: the environment failed; 3: one is inconclusive.
 
     With --versions, the first version that refuses CHECKPOINT or differs is named. Exit code 1:
     there is one; 3: a version could not be judged; 4: an environment is missing.
