@@ -55,6 +55,14 @@ def test_smallest_that_passes_is_marked() -> None:
     assert "none passes" in render_comparison(mark_smallest(failed), "text")
 
 
+def test_no_smallest_with_unknown_size() -> None:
+    """Servers and given results have no size."""
+    unknown = replace(rows()[1], name="served", num_bytes=0)
+    marked = mark_smallest([*rows(), unknown])
+    assert not any(row.smallest for row in marked)
+    assert "3 of 4 pass" in render_comparison(marked, "text")
+
+
 def test_outcome_of_several_runs() -> None:
     passed, failed, open_ = (
         replace(rows()[0], outcome=outcome) for outcome in ("PASS", "FAIL", "INCONCLUSIVE")

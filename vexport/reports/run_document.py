@@ -389,7 +389,10 @@ def run_files(folder: Path, start: Path) -> Sequence[TableCell]:
 def comparison_document(runs: Sequence[ComparedRun]) -> doc.Document:
     """Return a document with the table of runs, and with the reasons of runs that did not pass."""
     best = next((run for run in runs if run.smallest), None)
-    answer = f"{best.folder} is the smallest that passes" if best else "none passes"
+    passed = sum(run.outcome == "PASS" for run in runs)
+    answer = f"{passed} of {len(runs)} pass, and a size is unknown" if passed else "none passes"
+    if best is not None:
+        answer = f"{best.folder} is the smallest that passes"
     whys = [(run.folder, run.reason) for run in runs if run.outcome != "PASS"]
     # Runs that were judged by held-out text alone have no tasks.
     with_tasks = any(run.worst is not None for run in runs)
