@@ -76,7 +76,8 @@ class Calibration(ScenarioSection):
         ),
     ]
     split: Annotated[
-        str | None, Key("Split of a dataset.", unset="`train`, else the first split")
+        str | None,
+        Key("Split of a dataset.", unset="`train`, else the first `train_...`, else the first"),
     ] = None
     subset: Annotated[str | None, Key("Subset (configuration) of a dataset on the hub.")] = None
     column: Annotated[

@@ -155,7 +155,7 @@ GateSetting = Annotated[
         "Metric of the verdict, for a task or for all tasks.",
         "Verdict",
         metavar="[TASK=]METRIC[:higher|:lower][,FILTER]",
-        unset="`exact_match`, else `acc`, else `pass@1`",
+        unset="`exact_match`, else `acc`, else `pass@1`, else another",
         more='In a scenario `{gsm8k: "exact_match,flexible-extract", asr: "wer:lower"}`. See '
         "[tasks and metrics](metrics.md#tasks-and-metrics).",
     ),
@@ -178,7 +178,7 @@ class QuestionSettings(ScenarioSection):
     suite: Annotated[
         SuiteName | None,
         Key(
-            "Named list of tasks with margin and limit, instead of `tasks`.",
+            "Named list of tasks with suitable settings, instead of `tasks`.",
             more="See [suites](evaluation.md#choose-the-tasks).",
         ),
     ] = None
