@@ -28,6 +28,7 @@ CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "3"}
 TOOL = {"name": "add", "parameters": {"type": "object"}}
 TURNS = [USER, ANSWER]
+SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def model_with(folder: Path, template: str | None = None, **config: object) -> Path:
@@ -97,6 +98,21 @@ def test_spellings_of_a_conversation(row: object) -> None:
         ("user", "one plus two"),
         ("assistant", "three"),
     ]
+
+
+@pytest.mark.parametrize("answer", [[ANSWER], TURNS, [SYSTEM, *TURNS]])
+def test_system_prompt_of_a_pair_is_kept(answer: list[object]) -> None:
+    """The answer has no question, the question, or the question with its system prompt."""
+    found = read_row({"prompt": [SYSTEM, USER], "chosen": answer}, None).conversation
+    assert found is not None
+    assert list(found.messages) == [SYSTEM, *TURNS]
+
+
+@pytest.mark.parametrize("prompt", [[SYSTEM], [SYSTEM, *TURNS]])
+def test_answer_continues_a_conversation(prompt: list[object]) -> None:
+    found = read_row({"prompt": prompt, "completion": TURNS}, None).conversation
+    assert found is not None
+    assert list(found.messages) == [*prompt, *TURNS]
 
 
 SAME_CALLS: Mapping[str, Mapping[str, object]] = {

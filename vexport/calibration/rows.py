@@ -280,16 +280,27 @@ def _row_of_pair(raw: Mapping[object, object], question: str, answer: str) -> Ro
             messages.append(_turn(role, value))
         elif isinstance(value, Mapping | Sequence):
             turns = list(_messages([value] if isinstance(value, Mapping) else value, key))
-            # In data of preferences, an answer may be a whole conversation with the question.
-            roles = (turn["role"] for turn in turns)
-            if next((role for role in roles if role != "system"), None) == "user":
-                messages.clear()
-            messages += turns
+            messages = _without_repeated_question(messages, turns) + turns
         else:
             raise RowError(
                 f"a {question} and {answer} that are not two strings or two lists of messages"
             )
     return Row(conversation=_conversation(raw, messages), text=text, answers=answers)
+
+
+def _without_repeated_question(
+    messages: Sequence[Message], answer: Sequence[Message]
+) -> list[Message]:
+    """Return the turns before an answer, without the turns that the answer repeats.
+
+    In data of preferences, an answer may be a whole conversation with the question. Then two turns
+    of the user would follow each other. The conversation may leave out the system prompt.
+    """
+    roles = [turn["role"] for turn in answer]
+    first = next((role for role in roles if role != "system"), None)
+    if not messages or not first == messages[-1]["role"] == "user":
+        return [*messages]
+    return [turn for turn in messages if turn["role"] == "system" and "system" not in roles]
 
 
 def _row_of_log(raw: Mapping[object, object], request: Mapping[object, object]) -> Row:
