@@ -149,6 +149,16 @@ def test_lost_answers_of_several_kinds_prevent_pass() -> None:
     assert "0.8% of the responses of both models are empty" in verdict.reason
 
 
+def test_lost_answers_are_named_beside_wrong_ones() -> None:
+    """Whole responses without an answer are wrong, not lost."""
+    miss = Ending(state="unparsed", is_whole=True)
+    endings = [WHOLE] * 941 + [miss] * 50 + [CUT] * 9
+    pair = pair_with(endings, endings, right=941)
+    verdict = judge([pair], margins=Margins.read(0.005), alpha=0.05)
+    assert verdict.outcome == "INCONCLUSIVE"
+    assert "both cut in 0.9% of their responses" in verdict.reason
+
+
 def test_cut_answers_ask_for_longer_limit() -> None:
     """If all answers of both models were cut, the remedy is max_gen_toks, not the chat template."""
     pair = pair_with([CUT] * 200, [CUT] * 200, right=0)

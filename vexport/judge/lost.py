@@ -84,8 +84,17 @@ def _is_cut_after_answers(cut: Marks, whole: Marks, alpha: float) -> bool:
 
 
 def too_many_lost_text(answers: Answers) -> str:
-    """Describe lost responses that exceed the margin. A margin below 1 % allows fewer than 1 %."""
-    return lost_answers_text(answers) or lost_answers_text(answers, least=0.0)
+    """Describe lost responses that exceed the margin, also below 1 % of each kind."""
+    sides = [side for side in (answers.candidate, answers.baseline) if side is not None]
+    is_small = max(map(_largest_lost_share, sides)) < MIN_WARNED_SHARE
+    return lost_answers_text(answers, least=0.0 if is_small else MIN_WARNED_SHARE)
+
+
+def _largest_lost_share(side: AnswerCounts) -> float:
+    """Return the largest share of lost responses of one kind: cut, empty, or unparsed."""
+    cut = side.cut if side.lost >= side.cut else 0
+    unparsed = side.lost - cut - side.empty
+    return max(cut, side.empty, unparsed) / max(1, side.answers)
 
 
 def lost_answers_text(answers: Answers, least: float = MIN_WARNED_SHARE) -> str:
