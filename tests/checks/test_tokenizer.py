@@ -91,6 +91,7 @@ def test_dry_load_uses_transformers(good: Good, tmp_path: Path) -> None:
         ("tokenizer_config.json", "{{ messages }}", False),
         ("processor_config.json", "{{ messages }}", False),
         ("tokenizer_config.json", None, True),
+        ("tokenizer_config.json", [{"name": "rag", "template": "{{ messages }}"}], True),
     ],
 )
 def test_chat_template_in_settings(

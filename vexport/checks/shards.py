@@ -49,7 +49,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if replacing := _files_of_mistral(view):
         rule = rules.OTHER_FILES
         has_config = (root / "params.json").is_file()
-        yield Finding.at(rule.as_warning if has_config else rule, str(root), names=replacing)
+        is_loadable = has_config and any("/" not in name for name in replacing)
+        yield Finding.at(rule.as_warning if is_loadable else rule, str(root), names=replacing)
     if not vllm_finds_weights(root):
         yield Finding.at(rules.PATTERN_IN_PATH, str(root))
     if (root / INDEX_NAME).is_file():
@@ -73,8 +74,13 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _files_of_mistral(view: CheckpointView) -> list[str]:
-    """Return the files in Mistral's format that vLLM loads in place of those that were judged."""
-    files = sorted(file.name for file in view.index.root.glob("consolidated*.safetensors"))
+    """Return the files in Mistral's format that vLLM loads in place of those that were judged.
+
+    vLLM also finds them in subfolders, but then loads none.
+    """
+    root = view.index.root
+    found = root.rglob("consolidated*.safetensors")
+    files = sorted(file.relative_to(root).as_posix() for file in found if file.is_file())
     judged = {tensor.file.name for tensor in view.index.tensors.values()}
     return [] if judged <= set(files) else files
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from vexport.architectures import transformers_models
-from vexport.checkpoint.chat_template import FILE, chat_templates
+from vexport.checkpoint.chat_template import DEFAULT, FILE, chat_templates
 from vexport.checkpoint.index import TOKENIZER_FILES
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
@@ -76,10 +76,12 @@ def _processor(view: CheckpointView, names: Sequence[str], *, is_needed: bool) -
 def _template(root: Path, names: Sequence[str]) -> Iterator[Finding]:
     """Report a missing chat template, without which `/v1/chat/completions` refuses requests.
 
+    vLLM uses a template with a name only if a request or `--chat-template` names it.
+
     Source: resolve_chat_template in vllm/renderers/hf.py.
     """
     try:
-        has_template = bool(chat_templates(root))
+        has_template = DEFAULT in chat_templates(root)
     except InputError:
         return
     if not has_template and MISTRAL not in names:
