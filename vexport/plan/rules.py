@@ -143,8 +143,9 @@ def _matches_nothing(rule: "Rule", names: Collection[str]) -> bool:
 
 
 def _is_optional(pattern: str) -> bool:
-    """Return True if a rule's pattern is for `OPTIONAL_LAYERS`: `lm_head`, `re:.*lm_head$`."""
-    return OPTIONAL_LAYERS.match(pattern.removeprefix(REGEX_PREFIX).strip("^$")) is not None
+    """Return True if a rule's pattern is for `OPTIONAL_LAYERS`: `lm_head`, `re:.*lm_head.*`."""
+    names = pattern.removeprefix(REGEX_PREFIX).strip("^$").removesuffix(".*")
+    return OPTIONAL_LAYERS.match(names) is not None
 
 
 def matches(pattern: str, name: str) -> bool:
