@@ -290,9 +290,10 @@ def _is_exact(before: torch.Tensor, after: torch.Tensor) -> bool:
     return torch.equal(torch.frexp(before.float()).mantissa, torch.frexp(after.float()).mantissa)
 
 
-# Token weights are averages over many tokens, so one prediction in four is enough. With a large
-# vocabulary, the predictions take as long as all layers.
-PREDICTION_STEP = 4
+# Token weights are averages over many tokens, so one prediction in two is enough. With a large
+# vocabulary, all predictions take as long as all layers. One prediction in four left a larger KL
+# (Gemma 3 270M: by 0.003 nats of 0.064, at a standard error of 0.0014).
+PREDICTION_STEP = 2
 
 
 def find_smoothing(
