@@ -195,6 +195,12 @@ def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
         ),
         (
             "QuantizationModifier",
+            "config_groups: {g: {targets: [Linear], weights: {num_bits: 8}, 1: {}}}",
+            "config_groups.g.1: got an unknown key",
+        ),
+        ("QuantizationModifier", "{scheme: FP8_DYNAMIC, 1: 2}", "Modifier.1: got an unknown key"),
+        (
+            "QuantizationModifier",
             "config_groups: {g: {targets: [Linear], weights: {num_bits: 8}, "
             "output_activations: {a: 8}}}",
             "output_activations: got quantized outputs",

@@ -167,14 +167,20 @@ def _refuse_unknown(modifier: _Modifier) -> None:
         modifier.problems.append(error)
         return
     known = (*_COMMON_KEYS, *_IGNORED_KEYS, *(_GPTQ_KEYS if modifier.name == GPTQ else ()))
-    for key in modifier.keys:
-        if key not in known:
-            fix = f"remove it{nearest_hint(key, known)}"
-            modifier.refuse(key, "an unknown key", f"a key of {modifier.name}", fix)
+    _refuse_unknown_keys(modifier, modifier.keys, known, f"a key of {modifier.name}")
     order = modifier.keys.get("actorder")
     if order not in _STATIC_ORDERS:
         need = "static or null, because vLLM refuses groups in another order"
         modifier.refuse("actorder", shown(order), need, "set actorder to static")
+
+
+def _refuse_unknown_keys(
+    modifier: _Modifier, keys: Keys, known: Sequence[str], need: str, place: str = ""
+) -> None:
+    for key in map(str, keys):  # a key of YAML may be a number
+        if key not in known:
+            fix = f"remove it{nearest_hint(key, known)}"
+            modifier.refuse(f"{place}{key}", "an unknown key", need, fix)
 
 
 def _all_rules(modifiers: Sequence[_Modifier]) -> tuple[Rule, ...]:
@@ -333,7 +339,9 @@ def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, Jso
                 need = "no output_activations, because vLLM does not quantize outputs"
                 modifier.refuse(f"{where}.output_activations", "quantized outputs", need)
             else:
-                _refuse_unknown_of_group(modifier, where, group)
+                _refuse_unknown_keys(
+                    modifier, group, _GROUP_KEYS, "a key of a config group", f"{where}."
+                )
                 named = targets if group.get("targets") is None else group["targets"]
                 names = [str(target) for target in (named if isinstance(named, list) else [named])]
                 inputs = _inputs(group.get("input_activations"))
@@ -346,13 +354,6 @@ def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, Jso
         yield "scheme", targets, {"scheme": _scheme(scheme)}
     elif modifier.name in MODIFIERS and "kv_cache_scheme" not in modifier.keys:
         modifier.refuse("scheme", "nothing", "scheme or config_groups", "add one of them")
-
-
-def _refuse_unknown_of_group(modifier: _Modifier, where: str, group: Keys) -> None:
-    for key in group:
-        if key not in _GROUP_KEYS:
-            fix = f"remove it{nearest_hint(key, _GROUP_KEYS)}"
-            modifier.refuse(f"{where}.{key}", "an unknown key", "a key of a config group", fix)
 
 
 def _without_empty_groups(groups: JsonValue) -> JsonValue:
