@@ -167,7 +167,7 @@ def test_scheme_table_is_complete() -> None:
     assert {name: tuple(spans) for name, *spans in cells} == rows
     supports = {scheme.name: scheme.format.gpu_support(scheme.args) for scheme in all_schemes()}
     gpus = re.findall(
-        r"^\| \w+ \(SM ([\d, ]+)\) \| (.+?) \| (.+?) \|", PAGES["README"], flags=re.MULTILINE
+        r"^\| \w+ \([^)]*SM ([\d, ]+)\) \| (.+?) \| (.+?) \|", PAGES["README"], flags=re.MULTILINE
     )
     assert len(gpus) == 4
     for capabilities, *named in gpus:
