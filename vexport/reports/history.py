@@ -15,10 +15,11 @@ _TIME = "Time (UTC)"
 _LEAD = "One row for each side and setting of a run, oldest first."
 _READING = (
     "First regression: the row fails, and the latest earlier row of the same side and setting "
-    "passed. Rows are compared if the task, its documents and prompts, the baseline, the margin "
-    "and alpha are the same. An accepted baseline counts as passed. Change: the row minus its "
-    "baseline on the same documents, in points or units of the metric, with the bounds that "
-    "decide. Changed: values that differ from the row before of the same side and setting."
+    "passed. Rows are compared if the task's metric, prompts, generation arguments and number of "
+    "documents, the baseline, the margin and alpha are the same. An accepted baseline counts as "
+    "passed. Change: the row minus its baseline on the same documents, in points or units of the "
+    "metric, with the bounds that decide. Changed: values that differ from the row before of the "
+    "same side and setting."
 )
 
 
