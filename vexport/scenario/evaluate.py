@@ -534,7 +534,9 @@ class Evaluate(
         both, missing = "remove one of them", "add it, or remove this setting"
         calls_tools = any(task.startswith(TOOL_CALLS) for task in self.tasks)
         no_calls = f"the task {TOOL_CALLS}"
-        no_server = "tasks: text is scored by vLLM on this machine, not by a server"
+        no_server = (
+            "tasks: a scenario does not score text with a server (`vexport eval URL --text` does)"
+        )
         for key, is_wrong, need, fix in (
             ("tasks", bool(self.tasks) and has_text, "either tasks (or a suite) or text", both),
             ("tasks", not self.tasks and not has_text, "tasks, a suite or text", "add one of them"),
