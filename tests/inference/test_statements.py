@@ -3,9 +3,11 @@
 import pytest
 
 from tests.inference.replying import CARD, Reply, Sent, replying, sound, with_card
-from vexport.errors import EnvironmentFault, InputError
+from tests.texts import breaks
+from vexport.errors import InputError
 from vexport.inference.endpoint.statements import server_statements
 from vexport.records.serving import StartupLog
+from vexport.rules import serving as rules
 
 INFO = (
     "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig\n"
@@ -65,7 +67,7 @@ def test_values_that_a_server_does_not_state() -> None:
 def test_no_server() -> None:
     with replying(sound) as url:
         pass
-    with pytest.raises(EnvironmentFault):
+    with breaks(rules.NO_RESPONSE, "ConnectionRefusedError"):
         server_statements(url)
 
 

@@ -21,6 +21,11 @@ NO_MODEL = Rule(
     do="pass the address of the server behind a gateway, or its start-up log, and set "
     "VEXPORT_API_KEY if it needs a key",
 )
+NO_RESPONSE = Rule(
+    "serving/no-response",
+    got="{found}",
+    do="check the server, its log and its address (http://HOST:PORT/v1), and run the command again",
+)
 INCOMPLETE = Rule(
     "serving/incomplete",
     got="nothing about {missing:and}",

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from vexport.errors import InputError
 from vexport.inference.endpoint.replies import base_name
-from vexport.inference.endpoint.server import Server
+from vexport.inference.endpoint.server import Server, UnreachableError
 from vexport.records import Endpoint
 from vexport.records.serving import StartupLog, Stated
 from vexport.rules import server as server_rules
@@ -22,15 +22,19 @@ def server_statements(url: str) -> StartupLog:
     Of several models, the base model is used. Raises InputError and EnvironmentFault as `Server`
     does, but a server without metrics is no error.
     """
+    labels: Mapping[str, str] = {}
     try:
         server = Server(Endpoint(url=url, retry_seconds=_RETRY_SECONDS), choose=base_name)
+        with suppress(InputError):  # the server has no metrics, or hides them
+            labels = server.labels(_CACHE)
     except InputError as error:
         if error.rule in (server_rules.MODEL.id, server_rules.NO_LIST.id):
             raise InputError.of(rules.NO_MODEL, url, found=error.got) from None
         raise
-    labels: Mapping[str, str] = {}
-    with suppress(InputError):  # the server has no metrics, or hides them
-        labels = server.labels(_CACHE)
+    except UnreachableError as error:
+        if error.rule == server_rules.NO_RESPONSE.id:
+            raise UnreachableError.of(rules.NO_RESPONSE, url, found=error.got) from None
+        raise
     model, length = server.model, server.model.max_model_len
     return StartupLog(
         log=url,
