@@ -55,11 +55,11 @@ def worst_task(verdict: Verdict) -> TaskVerdict | None:
 def mark_smallest(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
     """Mark the run with the smallest checkpoint that passes.
 
-    Of checkpoints with equal size, the checkpoint with the lowest mean KL is marked. No run is
-    marked if the size of a checkpoint that passes is unknown, as for servers and given results.
+    Of checkpoints with equal size, the checkpoint with the lowest mean KL is marked. If several
+    pass and a size is unknown, as for servers and given results, no run is marked.
     """
     passed = [run for run in runs if run.outcome == "PASS"]
-    if not all(run.num_bytes for run in passed):
+    if len(passed) > 1 and not all(run.num_bytes for run in passed):
         passed = []
     best = min(passed, key=lambda run: (run.num_bytes, run.mean_kl or 0.0), default=None)
     return tuple(replace(run, smallest=run is best) for run in runs)
