@@ -8,12 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
+from compressed_tensors.quantization import QuantizationScheme
 
 from tests.command import vexport
 from tests.texts import assert_contains
 from vexport.errors import InputError
 from vexport.quantize.gptq import GPTQ
-from vexport.scenario.llmcompressor import GPTQ_DAMPING, Recipe, read_recipe
+from vexport.scenario.llmcompressor import _GROUP_KEYS, GPTQ_DAMPING, Recipe, read_recipe
 
 SIMPLE = """
 default_stage:
@@ -141,6 +142,10 @@ def test_saved_recipe_of_llm_compressor(tmp_path: Path) -> None:
     assert re.search(r"SmoothQuantModifier\.mappings\b.*\bignored\b", note)
     assert GPTQ.ridge == GPTQ_DAMPING
     assert read_text(tmp_path, GROUPS.replace("0.05", "0.01")).notes == ()
+
+
+def test_keys_of_a_group_are_those_of_compressed_tensors() -> None:
+    assert set(_GROUP_KEYS) == set(QuantizationScheme.model_fields)
 
 
 def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:

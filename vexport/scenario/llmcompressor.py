@@ -47,7 +47,9 @@ _IGNORED_KEYS = (
     *("start", "end", "group", "bypass_divisibility_checks"),
 )
 _GPTQ_KEYS = ("dampening_frac", "actorder")
-# `format` has no effect: vexport writes the format of the scheme.
+# Fields of compressed-tensors' QuantizationScheme, which is not imported here because it imports
+# torch. A test checks that they are equal. `format` has no effect: vexport writes the format of the
+# scheme.
 _GROUP_KEYS = ("targets", "weights", "input_activations", "output_activations", "format")
 # Default of llm-compressor and of vexport.quantize.gptq. A test checks that they are equal.
 GPTQ_DAMPING = 0.01
