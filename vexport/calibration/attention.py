@@ -166,7 +166,6 @@ def _chunks(
     """Yield some tokens at a time, with their queries and their probabilities in float32.
 
     `hidden` (1 or batch, 1, tokens, tokens) is True for pairs that do not attend to each other.
-
     Probabilities are (heads of `key`, tokens of all heads that share it, tokens up to the last).
     """
     batch, heads, tokens, size = query.shape

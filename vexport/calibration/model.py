@@ -57,8 +57,8 @@ def build_on_meta(
 def keep_freed_memory() -> None:
     """Let glibc keep the memory of freed tensors for the next tensors, 64 MiB at most.
 
-    Otherwise glibc returns it to the operating system after each layer, and the next layer's first
-    access to each page is a page fault. Other C libraries are not changed.
+    Otherwise glibc often returns it to the operating system, and the next tensors cause a page
+    fault for each of their pages. Other C libraries are not changed.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
