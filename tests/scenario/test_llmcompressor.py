@@ -12,7 +12,7 @@ from compressed_tensors.quantization import QuantizationScheme
 
 from tests.command import vexport
 from tests.texts import assert_contains
-from vexport.errors import InputError
+from vexport.errors import InputError, InputErrors
 from vexport.quantize.gptq import GPTQ
 from vexport.scenario.llmcompressor import _GROUP_KEYS, GPTQ_DAMPING, Recipe, read_recipe
 
@@ -226,6 +226,21 @@ def test_unsupported_modifiers_are_refused(
     assert ran.code == 2
     assert any(words in line for line in ran.errors), ran.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_only_one_strength_and_one_cache(tmp_path: Path) -> None:
+    cache = "kv_cache_scheme: {num_bits: 8, type: float, strategy: %s}"
+    text = (
+        "a: {SmoothQuantModifier: {smoothing_strength: 0.5}, QuantizationModifier: "
+        "{scheme: W8A8, targets: ['re:.*q_proj'], %s}}\n"
+        "b: {SmoothQuantModifier: {smoothing_strength: 0.8}, QuantizationModifier: "
+        "{scheme: W8A8, targets: ['re:.*k_proj'], %s}}\n"
+    )
+    with pytest.raises(InputErrors) as raised:
+        read_text(tmp_path, text % (cache % "tensor", cache % "attn_head"))
+    smoothing, other = map(str, raised.value.problems)
+    assert "SmoothQuantModifier.smoothing_strength: got a second SmoothQuantModifier" in smoothing
+    assert "kv_cache_scheme: got fp8_per_head, need fp8, as in an earlier modifier" in other
 
 
 def test_recipe_excludes_other_options(tmp_path: Path, llama: Path) -> None:

@@ -113,9 +113,17 @@ def read_recipe(path: Path) -> Recipe:
         raise InputError.of(book.NO_MODIFIER, str(path), names=MODIFIERS)
     for modifier in modifiers:
         _refuse_unknown(modifier)
-    smoothings = [_smoothing(modifier) for modifier in all_modifiers if modifier.name == SMOOTHING]
+    smoothers = [modifier for modifier in all_modifiers if modifier.name == SMOOTHING]
+    smoothings = [_smoothing(modifier) for modifier in smoothers]
+    for second in smoothers[1:]:
+        second.refuse(STRENGTH, f"a second {SMOOTHING}", f"a single {SMOOTHING}")
     rules = _all_rules(modifiers)
-    caches = [cache for modifier in modifiers if (cache := _kv_cache(modifier)) is not None]
+    caches = list[KvCache]()
+    for modifier in modifiers:
+        cache = _kv_cache(modifier)
+        if cache is not None and caches and cache != caches[0]:
+            modifier.refuse("kv_cache_scheme", cache, f"{caches[0]}, as in an earlier modifier")
+        caches += [] if cache is None else [cache]
     # All targets of a group share its arguments: report each problem once.
     problems = {
         str(problem): problem for modifier in all_modifiers for problem in modifier.problems
