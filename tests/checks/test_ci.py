@@ -96,6 +96,13 @@ def test_annotations_are_in_the_named_file(tmp_path: Path, monkeypatch: pytest.M
         assert annotation.startswith(f"::error file=model/{name},line={line},title="), place
 
 
+def test_notes_do_not_hide_the_pass() -> None:
+    note = Finding(check="scheme", severity="info", where="a", got="b", expected="", fix="")
+    report = CheckReport(checkpoint="model", ok=True, findings=(note,))
+    (notice,) = render_checks([report], "github").splitlines()
+    assert notice.startswith("::notice title=vexport check PASS::1 checkpoint without an error")
+
+
 def run_action(checkpoint: Path, command: str, folder: Path) -> tuple[int, dict[str, str]]:
     """Run the step `gate` of the action in the way of GitHub's runner.
 

@@ -152,8 +152,8 @@ def github_checkpoints(
 ) -> str:
     """Return annotations for the errors and warnings of the gate `name` on all checkpoints.
 
-    If all gates pass without a finding, the first annotation is a notice with PASS. There is also a
-    notice for each part that a check did not judge. Notices on checkpoints that only the static
+    If no gate has an error or a warning, the first annotation is a notice with PASS. There is also
+    a notice for each part that a check did not judge. Notices on checkpoints that only the static
     rules have passed come first.
     """
     gates = [
@@ -189,12 +189,13 @@ def github_checkpoints(
         for finding in report.ignored
     ]
     unjudged += ignored
-    if not static and all(gate.status == "PASS" and not gate.findings for _, gate in gates):
-        message = f"{plural(len(gates), 'checkpoint')} without a finding{check_target(reports[0])}"
+    notes = [note for place, gate in gates for note in _of_gate(gate, place)]
+    if not static and not notes and all(gate.status == "PASS" for _, gate in gates):
+        checked = f"{plural(len(gates), 'checkpoint')} without an error or a warning"
+        message = f"{checked}{check_target(reports[0])}"
         return _lines(
             _Annotation(level="notice", title=f"vexport {name} PASS", message=message), *unjudged
         )
-    notes = (note for place, gate in gates for note in _of_gate(gate, place))
     return _lines(*static, *_gravest_first((*notes, *unjudged)))
 
 
