@@ -59,7 +59,7 @@ KINDS = {
         "vexport.quantize.moments.Moments.add",
         "vexport.quantize.moments.Moments.complete",
     ),
-    "drift": ("vexport.quantize.moments.Moments._add_drift",),
+    "drift": ("vexport.quantize.moments.Moments._add_source",),
     "solves": ("vexport.quantize.gptq.factorize", "vexport.quantize.gptq.refit"),
     "scales": (
         "vexport.quantize.scale_search.observe_weight",

@@ -80,6 +80,26 @@ def test_codes_and_output_error_equal_qronos() -> None:
     assert full < qronos + 0.02 * (gptq - qronos)
 
 
+def test_outputs_give_the_same_weight_as_drift() -> None:
+    """A refit gets the same weight from the source's outputs as from the drift of its inputs."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 40, generator=generator).bfloat16()
+    source = torch.randn(4000, 40, generator=generator).bfloat16()
+    quantized = source + torch.randn(4000, 40, generator=generator).bfloat16() / 8
+    refitted = []
+    for outputs in (0, 6):
+        moments = Moments.zeros(40, drift=not outputs, outputs=outputs)
+        wanted = torch.nn.functional.linear(source, weight) if outputs else source
+        moments.add(quantized, wanted, weights=torch.exp2(torch.arange(4000) % 3 - 1.0))
+        moments.add(quantized[:0], wanted[:0])
+        whole = factorize(moments.complete().hessian, 0.1)
+        assert whole is not None
+        refitted.append(refit(weight.float(), moments, whole, strength=1.0))
+    change = (refitted[0] - weight.float()).norm()
+    assert change > 0.01 * weight.float().norm()
+    assert (refitted[1] - refitted[0]).norm() < 0.01 * change
+
+
 @pytest.mark.parametrize(
     ("scheme", "bits"), [("W4A16", 16), ("W8A8", 8), ("NVFP4", 4), ("MXFP4", 4)]
 )

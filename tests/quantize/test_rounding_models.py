@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    LlamaConfig,
     MixtralConfig,
     Qwen3Config,
 )
@@ -22,6 +23,7 @@ from tests.mutations.edits import Tensors, copy_prefix, tensors
 from tests.quantize import plain_experts
 from vexport.calibration import calibrate, read_samples
 from vexport.calibration.attention import causal_attention
+from vexport.calibration.inputs import GroupInputs
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
@@ -201,6 +203,31 @@ def logprobs(folder: Path, text: Path, *, wrapped: bool) -> torch.Tensor:
     with torch.inference_mode():
         logits = torch.cat([model(input_ids=torch.tensor([row])).logits[0].float() for row in rows])
     return torch.log_softmax(logits, dim=-1)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_refit_uses_outputs_before_they_change(
+    biases: bool, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refit with the source's outputs leaves the errors of a refit with the source's inputs.
+
+    Llama 4 adds other values to the output of a down projection, in place. With biases, a refit
+    uses the inputs.
+    """
+    config = CONFIGS["llama4"]
+    if biases:
+        config = LlamaConfig(**LLAMA_LIKE, attention_bias=True, mlp_bias=True)
+    source = save(config, tmp_path / "source")
+    errors = []
+    for name in ("outputs", "inputs"):
+        _, report = rounded(source, tmp_path / name, text, "refit")
+        assert report is not None
+        down = [group for group in report.groups if group.name.endswith("down_proj")]
+        errors.append([group.error for group in down if "experts" not in group.name])
+        monkeypatch.setattr(GroupInputs, "_few_outputs", lambda *args: 0)
+    assert errors[0]
+    assert (errors[0] == errors[1]) == biases
+    assert errors[0] == pytest.approx(errors[1], rel=0.15)
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ def expert_runner_of(module: torch.nn.Module) -> ExpertRunner | None:
     return next((kind for kind in EXPERT_KINDS if kind.supports(module)), None)
 
 
-# The input of a linear module, or the tokens and routes of a module of experts.
+# The input or output of a linear module, or the tokens and routes of a module of experts.
 Value = torch.Tensor | RoutedTokens
 
 
@@ -233,7 +233,7 @@ def counted_value(value: Value, counted: CountedTokens, name: str) -> Value:
     )
 
 
-# Inputs by the module's name in the model.
+# Inputs by the module's name in the model. `recorded_source` has outputs for some modules.
 RecordedInputs = Mapping[str, Value]
 
 
@@ -329,6 +329,8 @@ class Site:
     a linear module and for the common input of all experts. `is_aligned` is True if the module sees
     the same tokens in the source and in the quantized model. It is False if a router chooses the
     module's tokens, because the router of the quantized model may choose other tokens.
+    `few_outputs` is the number of outputs of the site's only layer, if it is a linear module
+    without a bias and with fewer outputs than inputs. Otherwise it is 0.
     """
 
     name: str
@@ -337,6 +339,7 @@ class Site:
     groups: tuple[FusionGroup, ...]
     expert: int | None = None
     is_aligned: bool = True
+    few_outputs: int = 0
 
     def require_order(self, counted: Counted) -> None:
         """Raise InputError if only some tokens count, and the module sees tokens in any order."""
@@ -375,9 +378,22 @@ class GroupInputs:
                 expert=expert,
                 is_aligned=expert_runner_of(self._modules[module][0]) is not None
                 or moe_layer(shared[0].members[0].name) is None,
+                few_outputs=self._few_outputs(module, shared),
             )
             for (module, expert, columns), shared in sharing.items()
         )
+
+    def _few_outputs(self, module: str, groups: Sequence[FusionGroup]) -> int:
+        """Return `few_outputs` of the site of a module and groups.
+
+        A subclass of Linear may compute another output. A bias would have to be subtracted from an
+        output in 16 bits, which could lose the product's digits.
+        """
+        members = [member for group in groups for member in group.members]
+        reader, shape = self._modules[module][0], (members[0].out_features, members[0].in_features)
+        is_plain = type(reader) is torch.nn.Linear and reader.bias is None
+        is_alone = len(members) == 1 and is_plain and reader.get_parameter("weight").shape == shape
+        return shape[0] if is_alone and shape[0] < shape[1] else 0
 
     def _place(self, group: FusionGroup) -> tuple[str, int | None] | str:
         """Return the module and expert of a group's input.
@@ -477,6 +493,22 @@ class GroupInputs:
         with suppress(_AllInputsRecorded), self.hooked(record_input):
             yield recorded
 
+    @contextmanager
+    def recorded_source(self) -> Iterator[dict[str, Value]]:
+        """Record the source's side of a refit in a forward inside the block, by module.
+
+        For a site with few outputs it is the output (..., out), and otherwise the input (...,
+        columns).
+        """
+        with ExitStack() as block:
+            recorded = block.enter_context(self.recorded())
+            for site in self.sites:
+                if site.few_outputs:
+                    (module,) = self._modules[site.module]
+                    hook = partial(_record_output, recorded, site.module)
+                    block.callback(module.register_forward_hook(hook).remove)
+            yield recorded
+
     def values(
         self, site: Site, value: Value, *, all_experts: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -499,6 +531,17 @@ class GroupInputs:
             assert place is not None
             is_routed = site.expert is None and not all_experts
             yield member.name, tokens[value.routes[place[1].expert]] if is_routed else tokens
+
+
+def _record_output(
+    recorded: dict[str, Value],
+    name: str,
+    module: torch.nn.Module,
+    inputs: object,
+    output: torch.Tensor,
+) -> None:
+    """Record a copy of the module's output, which the model may change. This is a forward hook."""
+    recorded[name] = output.clone()
 
 
 def _call_with_input(

@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 
 from vexport.architectures import resolve
+from vexport.architectures.fusion import moe_layer
 from vexport.architectures.linears import names_of
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats.plan import FusionGroup, Plan
@@ -90,10 +91,9 @@ def calibration_operations(
     once = gradients + pictures
     streams = 2 if refitted else 1
     # The moments of the inputs are symmetric, so only half of them is computed. A refit also needs
-    # the products between the inputs of the original and of the quantized model.
-    moments = sum(
-        _columns(group) ** 2 * (3 if group.rounding == "refit" else 1) for group in rounded
-    )
+    # products with the inputs of the original model, or with its outputs if they are fewer.
+    moments = sum(_columns(group) ** 2 for group in rounded)
+    moments += sum(2 * _columns(group) * _source_columns(group) for group in refitted)
     rounding = sum(
         _weights(group) * (ROUNDING_PER_WEIGHT + 2 * streams * _columns(group)) for group in rounded
     )
@@ -124,3 +124,12 @@ def _weights(group: FusionGroup) -> int:
 
 def _columns(group: FusionGroup) -> int:
     return group.members[0].in_features
+
+
+def _source_columns(group: FusionGroup) -> int:
+    """Return the number of columns that a refit multiplies with the inputs: those of a layer's
+    outputs if the layer is alone and has fewer outputs, and otherwise those of the inputs.
+    """
+    first = group.members[0]
+    is_alone = len(group.members) == 1 and moe_layer(first.name) is None
+    return min(first.in_features, first.out_features) if is_alone else first.in_features

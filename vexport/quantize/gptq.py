@@ -297,15 +297,20 @@ def refit(
 
     `factor` is the factor of the moments' damped H.
     """
-    assert moments.drift is not None
-    drift = moments.drift.index_select(0, factor.order).T
-    matrices = (drift, factor.upper.T, factor.upper)
-    # A weight with more rows than columns comes last, because the products then have fewer rows.
-    correction = (
-        product(weight, reduce(product, matrices))
-        if len(weight) > len(drift)
-        else reduce(product, matrices, weight)
-    )
+    inverse = (factor.upper.T, factor.upper)
+    if moments.targets is not None:
+        errors = moments.targets.T - product(weight, moments.hessian)
+        correction = reduce(product, inverse, errors.index_select(1, factor.order))
+    else:
+        assert moments.drift is not None
+        drift = moments.drift.index_select(0, factor.order).T
+        # A weight with more rows than columns comes last, because the products then have fewer
+        # rows.
+        correction = (
+            product(weight, reduce(product, inverse, drift))
+            if len(weight) > len(drift)
+            else reduce(product, (drift, *inverse), weight)
+        )
     return torch.add(weight, _natural_order(correction, factor), alpha=strength)
 
 

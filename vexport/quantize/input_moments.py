@@ -54,7 +54,12 @@ class InputMoments:
         has_drift = any(
             self._strength(group, site).strength > 0 for group in site.groups_rounded_by_text
         )
-        return Moments.zeros(site.columns, drift=has_drift, device=self._model.device)
+        return Moments.zeros(
+            site.columns,
+            drift=has_drift and not site.few_outputs,
+            outputs=site.few_outputs if has_drift else 0,
+            device=self._model.device,
+        )
 
     def add(
         self,
@@ -64,7 +69,8 @@ class InputMoments:
         *,
         rows: int = 1,
     ) -> None:
-        """Add the inputs of a row in the quantized stream and in the source's stream.
+        """Add the inputs of a row in the quantized stream, and `GroupInputs.recorded_source` of the
+        row in the source's stream.
 
         If `counted` is given, only these tokens of the row are added. `rows` is the number of rows
         of equal length that ran together.

@@ -14,23 +14,39 @@ from vexport.numerics.ranks import all_reduce
 
 @dataclass(slots=True, kw_only=True)
 class Moments:
-    """Sums over tokens, float32 (in, in): `hessian` X~^T V X~ and `drift` X~^T V (X - X~).
+    """Sums over tokens in float32, from which weights are rounded.
 
-    X~ (tokens, in) is the input in the quantized stream after the layer's input rounding. X is the
-    input of the source's layer for the same tokens. V is the weight of each token, 1 by default.
-    `drift` is None if no refit needs it. `add` fills only the lower triangle of
-    `hessian`, and `complete` makes the matrix symmetric.
+    `hessian` (in, in) is X~^T V X~. X~ (tokens, in) is the input in the quantized stream after the
+    layer's input rounding. V is the weight of each token, 1 by default. `add` fills only the lower
+    triangle of `hessian`, and `complete` makes the matrix symmetric.
+
+    A refit also needs one of two sums, and the other is None. `drift` (in, in) is X~^T V (X - X~)
+    with the input X of the source's layer for the same tokens. `targets` (in, out) is X~^T V Y with
+    the output Y of the source's layer, which has no bias. It takes fewer operations if the layer
+    has fewer outputs than inputs.
     """
 
     hessian: torch.Tensor
-    drift: torch.Tensor | None
+    drift: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
     tokens: int = 0
 
     @classmethod
-    def zeros(cls, columns: int, *, drift: bool, device: str | torch.device = "cpu") -> "Moments":
-        """Return the moments of no tokens."""
+    def zeros(
+        cls,
+        columns: int,
+        *,
+        drift: bool = False,
+        outputs: int = 0,
+        device: str | torch.device = "cpu",
+    ) -> "Moments":
+        """Return the moments of no tokens, with `drift` or with `targets` of some outputs."""
         zero = torch.zeros(columns, columns, device=device)
-        return cls(hessian=zero, drift=zero.clone() if drift else None)
+        return cls(
+            hessian=zero,
+            drift=zero.clone() if drift else None,
+            targets=zero.new_zeros(columns, outputs) if outputs else None,
+        )
 
     def add(
         self,
@@ -40,7 +56,8 @@ class Moments:
         weights: torch.Tensor | None = None,
         share: float | None = None,
     ) -> None:
-        """Add the same tokens of both streams, (..., in) each.
+        """Add the same tokens of both streams: `quantized` (..., in), and `source` (..., in) for
+        `drift` or (..., out) for `targets`.
 
         `weights` (tokens,) float32 contains powers of two. `share` is a weight for all tokens of
         the call. Tokens added with a `share` are not counted in `tokens`.
@@ -50,24 +67,26 @@ class Moments:
         alpha = 1.0 if share is None else share
         with exact_products(quantized.dtype):
             add_product(self.hessian, weighed, rows, alpha=alpha, lower=True)
-            if self.drift is not None:
+            if self.drift is not None or self.targets is not None:
                 assert source is not None
-                self._add_drift(weighed, rows, source.reshape(rows.shape), alpha)
+                self._add_source(weighed, rows, source.reshape(-1, source.shape[-1]), alpha)
         if share is None:
             self.tokens += len(rows)
 
-    def _add_drift(
+    def _add_source(
         self, weighed: torch.Tensor, rows: torch.Tensor, source: torch.Tensor, alpha: float
     ) -> None:
-        assert self.drift is not None
-        change = _wide(source).to(rows.dtype) - rows
-        add_product(self.drift, weighed, change, alpha=alpha)
+        of_source = _wide(source).to(rows.dtype)
+        if self.targets is not None:
+            add_product(self.targets, weighed, of_source, alpha=alpha)
+        if self.drift is not None:
+            add_product(self.drift, weighed, of_source - rows, alpha=alpha)
 
     def all_reduce(self) -> None:
         """Sum the moments over all ranks. Every rank must call this."""
-        all_reduce(self.hessian)
-        if self.drift is not None:
-            all_reduce(self.drift)
+        for sums in (self.hessian, self.drift, self.targets):
+            if sums is not None:
+                all_reduce(sums)
         tokens = torch.tensor(self.tokens, device=self.hessian.device)
         all_reduce(tokens)
         self.tokens = int(tokens)

@@ -148,7 +148,7 @@ class RoundingWatcher:
         self._quantized = HiddenStates()
         for index in range(len(source)):
             self._quantized.append(source[index])
-        # The inputs of each row in the source's stream, for a refit.
+        # `GroupInputs.recorded_source` of each row, for a refit.
         self._exact: list[dict[str, Value]] = []
 
     @property
@@ -179,15 +179,15 @@ class RoundingWatcher:
         return bool(self._groups[-1]) and self._report_of(len(self._walk.layers)) is None
 
     def enter(self, layer: Layer) -> None:
-        """Record the inputs of the source's layer, if a refit needs them."""
+        """Record the inputs and outputs of the source's layer, if a refit needs them."""
         self._inputs = self._inputs_of(self._groups[layer.number])
         self._exact = [{} for _ in range(len(self._source))]
         self._recorded: dict[str, Value] = {}
         if self._refits:
-            self._recorded = layer.watching.enter_context(self._inputs.recorded())
+            self._recorded = layer.watching.enter_context(self._inputs.recorded_source())
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
-        """Keep the recorded inputs of a row."""
+        """Keep the recorded values of a row."""
         self._exact[index] = dict(self._recorded)
         self._recorded.clear()
 
@@ -322,8 +322,8 @@ class LayerRounder:
         """Return the bytes that replace the weights, and how each group was rounded. Every rank
         must call this.
 
-        `exact` contains the inputs of each row in the source's layer, which a refit needs. Inputs
-        are removed from it after their use. When this returns, all rows have run through the
+        `exact` has `GroupInputs.recorded_source` of each row, which a refit needs. Values are
+        removed from it after their use. When this returns, all rows have run through the
         rounded layer.
         """
         sites = self._inputs.sites

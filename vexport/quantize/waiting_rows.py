@@ -130,8 +130,9 @@ def waiting_bytes(groups: Iterable[FusionGroup], tokens: int) -> int:
 
     `tokens` is the total number of tokens of the rows. Values have 16 bits. A waiting row needs
     memory for the widest input, for its rounded copy, and for other values of about the size of all
-    inputs together. A refit also keeps the widest input of the source's stream. Fragmentation of
-    the heap can take as much memory again. This memory is not counted.
+    inputs together. A refit also keeps the widest input of the source's stream, or less if the
+    layer has few outputs. Fragmentation of the heap can take as much memory again. This memory is
+    not counted.
     """
     rounded = [group for group in groups if group.rounding != "nearest"]
     columns = {NUMBER.sub("*", group.name): group.members[0].in_features for group in rounded}
