@@ -20,7 +20,7 @@ from vexport.rules import calibration as rules
 # from the heap. The heap's end is returned to the operating system if more than the second value is
 # free there.
 M_MMAP_THRESHOLD, LARGEST_HEAP_BYTES = -3, 1 << 25
-M_TRIM_THRESHOLD, FREE_HEAP_BYTES = -1, 1 << 26
+M_TRIM_THRESHOLD, FREE_HEAP_BYTES = -1, 1 << 28
 
 
 def build_on_meta(
@@ -55,7 +55,7 @@ def build_on_meta(
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed tensors for the next tensors, 64 MiB at most.
+    """Let glibc keep the memory of freed tensors for the next tensors, 256 MiB at most.
 
     Otherwise glibc often returns it to the operating system, and the next tensors cause a page
     fault for each of their pages. Other C libraries are not changed.
