@@ -6,9 +6,10 @@
 Without `--measure`, the sizes of well-known models are used, without their weights. The columns:
 
 - layer: the largest decoder layer, in 16 bits
+- around: embeddings and output head, in 16 bits
 - rows: the rows of text that wait in front of a module (`waiting_bytes` of
   vexport/quantize/waiting_rows.py)
-- moments: the second moments of the widest input and their change by rounding, in float32
+- moments: two matrices of the size of the second moments of the widest input, in float32
 - hours: calibration on 16 CPUs (`calibration_seconds` of vexport/plan/duration.py)
 
 With `--measure`, two layers of random weights with the sizes of Qwen3-0.6B are quantized with text,
@@ -124,9 +125,19 @@ def largest_layer(plan: Plan) -> int:
     return max(sizes.values())
 
 
+def around(config: Mapping[str, object]) -> int:
+    """Return the bytes of embeddings and output head."""
+    return sum(
+        2 * shape[0] * shape[1]
+        for name, shape in tensors(config)
+        if not name.startswith("model.layers.") and len(shape) == 2
+    )
+
+
 def print_forecasts(scheme: str, tokens: int) -> None:
     print(
-        f"{'':10}{'layer':>9}{'rows':>9}{'moments':>9}{'hours':>8}   ({scheme}, {tokens:,} tokens)"
+        f"{'':10}{'layer':>9}{'around':>9}{'rows':>9}{'moments':>9}{'hours':>8}"
+        f"   ({scheme}, {tokens:,} tokens)"
     )
     for name, config in MODELS.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -136,7 +147,8 @@ def print_forecasts(scheme: str, tokens: int) -> None:
         operations = duration.calibration_operations(
             plan, samples=tokens // SEQ_LEN, seq_len=SEQ_LEN
         )
-        cells = [largest_layer(plan), waiting_bytes(plan.groups, tokens), 2 * 4 * widest**2]
+        rows = waiting_bytes(plan.groups, tokens)
+        cells = [largest_layer(plan), around(config), rows, 2 * 4 * widest**2]
         hours = operations / duration.CORE_SPEED / CPUS / 3600
         print(f"{name:10}" + "".join(f"{cell / 1e9:6.2f} GB" for cell in cells) + f"{hours:8.1f}")
 
