@@ -118,12 +118,12 @@ def read_recipe(path: Path) -> Recipe:
     for second in smoothers[1:]:
         second.refuse(STRENGTH, f"a second {SMOOTHING}", f"a single {SMOOTHING}")
     rules = _all_rules(modifiers)
-    caches = list[KvCache]()
-    for modifier in modifiers:
-        cache = _kv_cache(modifier)
-        if cache is not None and caches and cache != caches[0]:
-            modifier.refuse("kv_cache_scheme", cache, f"{caches[0]}, as in an earlier modifier")
-        caches += [] if cache is None else [cache]
+    found = [(modifier, _kv_cache(modifier)) for modifier in modifiers]
+    caches = [(modifier, cache) for modifier, cache in found if cache is not None]
+    kv_cache = caches[0][1] if caches else None
+    for modifier, cache in caches:
+        if cache != kv_cache:
+            modifier.refuse("kv_cache_scheme", cache, f"{kv_cache}, as in an earlier modifier")
     # All targets of a group share its arguments: report each problem once.
     problems = {
         str(problem): problem for modifier in all_modifiers for problem in modifier.problems
@@ -132,7 +132,7 @@ def read_recipe(path: Path) -> Recipe:
         raise InputErrors(list(problems.values()))
     return Recipe(
         rules=rules,
-        kv_cache=next(iter(caches), None),
+        kv_cache=kv_cache,
         smoothing=next(iter(smoothings), None),
         notes=tuple(note for modifier in all_modifiers for note in _notes(modifier)),
     )
