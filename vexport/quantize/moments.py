@@ -20,10 +20,10 @@ class Moments:
     layer's input rounding. V is the weight of each token, 1 by default. `add` fills only the lower
     triangle of `hessian`, and `complete` makes the matrix symmetric.
 
-    A refit also needs one of two sums, and the other is None. `drift` (in, in) is X~^T V (X - X~)
-    with the input X of the source's layer for the same tokens. `targets` (in, out) is X~^T V Y with
-    the output Y of the source's layer, which has no bias. It takes fewer operations if the layer
-    has fewer outputs than inputs.
+    A refit also needs one of two other sums. `drift` (in, in) is X~^T V (X - X~) with the input X
+    of the source's layer for the same tokens. `targets` (in, out) is X~^T V Y with the output Y of
+    the source's layer, which has no bias. It takes fewer operations than `drift` if the layer has
+    fewer outputs than inputs. A sum that is not needed is None.
     """
 
     hessian: torch.Tensor
@@ -40,7 +40,7 @@ class Moments:
         outputs: int = 0,
         device: str | torch.device = "cpu",
     ) -> "Moments":
-        """Return the moments of no tokens, with `drift` or with `targets` of some outputs."""
+        """Return the moments of no tokens, with `targets` if there are `outputs`."""
         zero = torch.zeros(columns, columns, device=device)
         return cls(
             hessian=zero,
